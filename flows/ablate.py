@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
-from flows.environment import grid_file, profile_folder, resolve
-from flows.terminal import intact_artifacts, runs_rl, watched
+from flows.environment import StageSelection, grid_file, profile_folder, resolve
+from flows.run import RunConsole, intact_artifacts, prefect_run, runs_rl
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef, read_manifest
 from klear_core.config.ablation import AblationConfig, ComparedStage, load_ablation
 from klear_core.config.load import extended_by
@@ -31,9 +30,6 @@ from klear_core.evaluate.compare.published import AblationTable, CellRecord, as_
 from klear_core.pipeline.graph import evaluation_of, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from klear_core.pipeline.preflight.checks import require_ready
 from klear_core.report.run.warnings import Choice, write_choice
-
-if TYPE_CHECKING:
-    from flows.terminal import RunConsole
 
 Artifacts = Mapping[str, ArtifactRef]
 """The artifacts of one run, by stage."""
@@ -73,17 +69,20 @@ def ablate_grid(options: GridOptions) -> None:
     show_work(runs)
     if options.is_dry_run:
         return
-    made = made_runs(runs)
-    with watched_if(len(made) < len(runs), runs) as watcher:
+    made = {cell: refs for cell, run in runs.items() if (refs := intact_artifacts(run.config, run.compared.chosen))}
+    # Comparing artifacts that exist needs no Prefect.
+    needs_ray = any(runs_rl(run.config, run.compared.chosen) for run in runs.values())
+    terminal = prefect_run(first.workspace, needs_ray=needs_ray) if len(made) < len(runs) else closing(RunConsole())
+    with terminal as shown:
 
         def run_cell(cell: Cell) -> RunResult:
             is_made = cell in made
-            watcher.console.print(f"[bold]{escape(str(cell))}[/]{': reused' if is_made else ''}")
+            shown.console.print(f"[bold]{escape(str(cell))}[/]{': reused' if is_made else ''}")
             try:
                 refs = made[cell] if is_made else run_in_pipeline(runs[cell])
                 return result_of(runs[cell], refs, cfg.scored_on)
             except KlearError as e:
-                watcher.console.print(f"[red]error:[/] {escape(str(e))}", soft_wrap=True)  # run_grid continues
+                shown.console.print(f"[red]error:[/] {escape(str(e))}", soft_wrap=True)  # run_grid continues
                 raise
 
         names = cfg.scored_on or tuple(dict.fromkeys(b.name for run in runs.values() for b in run.config.benchmarks))
@@ -117,21 +116,11 @@ def run_grid(
     )
 
 
-def made_runs(runs: Runs) -> dict[Cell, Artifacts]:
-    """Return the artifacts of the runs that have nothing left to make."""
-    found: dict[Cell, Artifacts] = {}
-    for cell, run in runs.items():
-        artifacts = intact_artifacts(run.config, run.compared.chosen)
-        if artifacts is not None:
-            found[cell] = artifacts
-    return found
-
-
 def run_in_pipeline(run: CellRun) -> Artifacts:
     """Run the evaluations and what they depend on, reusing existing artifacts."""
     from flows.pipeline import run_pipeline
 
-    return run_pipeline(run.config, needed_by=run.compared.chosen).refs
+    return run_pipeline(run.config, StageSelection(needed_by=run.compared.chosen)).refs
 
 
 def result_of(run: CellRun, refs: Artifacts, scored_on: Collection[str] = ()) -> RunResult:
@@ -213,8 +202,7 @@ def require_complete(table: AblationTable, *, num_runs: int) -> None:
         )
 
 
-# ---- grid ----
-# Plan the runs of an ablation grid: the cells, their settings, and the stages that a comparison needs.
+# ---- the runs of a grid ----
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,15 +372,3 @@ def _artifacts_to_make(runs: Runs) -> Counter[str]:
             # Runs share stages, such as one SFT before many RL runs: each artifact counts once.
             needed[own.kind, own.fingerprint] = store.exists(own.kind, own.fingerprint)
     return Counter(kind for (kind, _), is_there in needed.items() if not is_there)
-
-
-def watched_if(has_work: bool, runs: Runs) -> AbstractContextManager[RunConsole]:
-    """Return `watched` for a grid; without work return only a console, because comparing artifacts needs no Prefect."""
-    if has_work:
-        first = next(iter(runs.values()))
-        return watched(
-            first.config.workspace, needs_ray=any(runs_rl(run.config, run.compared.chosen) for run in runs.values())
-        )
-    from flows.terminal import RunConsole
-
-    return closing(RunConsole())

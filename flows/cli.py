@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from flows.commands import chat, evaluations, replay, show, sweep, ui
@@ -21,6 +22,9 @@ from klear_core.errors import ConfigError, KlearError
 if TYPE_CHECKING:
     from klear_core.artifacts.store import CheckedBy
     from klear_core.config.pipeline import PipelineConfig
+
+_BENCHMARKS = Path(__file__).parents[1] / "tests" / "bench"
+"""Benchmark files of a checkout: `measure()` returns mappings with name, value, unit, target, ok and versions."""
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
 rl_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Replay saved steps of an RL stage.")
@@ -84,18 +88,18 @@ def run(
 
     klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
     """
-    from flows import console
-    from flows.terminal import carry_out
-    from klear_core.pipeline.graph import select_stages, stages_again, stages_of
+    from flows.environment import StageSelection
+    from flows.plan import show_plan
+    from flows.run import carry_out
+    from klear_core.pipeline.graph import stages_of
 
     config = _config(profile, overrides)
-    stages = stages_of(config)
-    chosen = select_stages(stages, only=only, from_=from_, until=until)
+    selection = StageSelection(only=only, from_=from_, until=until, rerun_from=rerun_from)
     if dry_run:
-        again = stages_again(stages, rerun_from, chosen)
-        console.show_plan(config, chosen, again=again)
-        return
-    carry_out(config, chosen, only=only, from_=from_, until=until, rerun_from=rerun_from)
+        chosen, again = selection.of(stages_of(config))
+        show_plan(config, chosen, again=again)
+    else:
+        carry_out(config, selection)
 
 
 @app.command()
@@ -146,11 +150,11 @@ def plan(
 
     klear plan configs/laptop --set rl.optim.lr=3e-4
     """
-    from flows import console
+    from flows.plan import show_plan
 
     config = _config(profile, overrides)
     checked_by: CheckedBy = "content" if check else "size"
-    console.show_plan(config, checked_by=checked_by, with_config=with_config, is_exact=is_exact)
+    show_plan(config, checked_by=checked_by, with_config=with_config, is_exact=is_exact)
 
 
 @app.command()
@@ -229,9 +233,9 @@ def judge(
 
     klear judge short_answers.jsonl --set verify.tags=none     (models that write no think tags)
     """
-    from flows import console
+    from flows.answers import judge as judge_answers
 
-    console.judge(file, overrides or [], out=out, bare_code=bare_code)
+    judge_answers(file, overrides or [], out=out, bare_code=bare_code)
 
 
 @app.command()
@@ -240,8 +244,19 @@ def bench(name: Annotated[str, typer.Argument(help="Name of a file bench_NAME.py
 
     klear bench sampler
     """
-
-    run_bench(name)
+    if not _BENCHMARKS.is_dir():
+        raise ConfigError(f"klear bench needs a checkout of the repository: there is no {_BENCHMARKS}")
+    files = {path.stem.removeprefix("bench_"): path for path in sorted(_BENCHMARKS.rglob("bench_*.py"))}
+    if name not in files:
+        raise ConfigError(f"no benchmark {name!r}; there are: {', '.join(files)}")
+    measures: Sequence[Mapping[str, object]] = runpy.run_path(str(files[name]))["measure"]()
+    table = Table("measure", "value", "unit", "target", "ok", box=None)
+    for m in measures:
+        value = f"{m['value']:.4g}" if isinstance(m["value"], float) else str(m["value"])
+        table.add_row(str(m["name"]), value, str(m["unit"]), str(m["target"]), "yes" if m["ok"] else "NO")
+    Console().print(table)
+    for m in measures:
+        print(json.dumps(m))
 
 
 def main() -> None:
@@ -252,7 +267,7 @@ def main() -> None:
         with reliable_interrupts():
             app(standalone_mode=True)
     except KlearError as e:
-        errors.print(f"[bold red]error:[/] {_escaped(str(e))}")
+        errors.print(f"[bold red]error:[/] {escape(str(e))}")
         sys.exit(2 if e.is_permanent else 1)
     finally:
         exit_at_once_when_interrupted()
@@ -269,38 +284,5 @@ def _config(profile: str, overrides: list[str] | None) -> PipelineConfig:
     warnings = Console(stderr=True, highlight=False, soft_wrap=True)
     for override, section in unused_overrides(overrides or [], used).items():
         told = f"--set {override!r}: no stage of this run uses settings of {section}"
-        warnings.print(f"[yellow]warning[/] {_escaped(told)}")
+        warnings.print(f"[yellow]warning[/] {escape(told)}")
     return config
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-# ---- bench ----
-# `klear bench NAME`: run one benchmark file of the checkout and print its measurements.
-
-
-_FOLDER = Path(__file__).parents[1] / "tests" / "bench"
-
-
-def run_bench(name: str) -> None:
-    """Run `measure()` of tests/bench/**/bench_NAME.py and print a table, then one JSON line per measurement.
-
-    A measurement is a mapping with name, value, unit, target, ok and versions.
-    """
-    if not _FOLDER.is_dir():
-        raise ConfigError(f"klear bench needs a checkout of the repository: there is no {_FOLDER}")
-    files = {path.stem.removeprefix("bench_"): path for path in sorted(_FOLDER.rglob("bench_*.py"))}
-    if name not in files:
-        raise ConfigError(f"no benchmark {name!r}; there are: {', '.join(files)}")
-    measures: Sequence[Mapping[str, object]] = runpy.run_path(str(files[name]))["measure"]()
-    table = Table("measure", "value", "unit", "target", "ok", box=None)
-    for m in measures:
-        value = f"{m['value']:.4g}" if isinstance(m["value"], float) else str(m["value"])
-        table.add_row(str(m["name"]), value, str(m["unit"]), str(m["target"]), "yes" if m["ok"] else "NO")
-    Console().print(table)
-    for m in measures:
-        print(json.dumps(m))

@@ -49,7 +49,7 @@ def rejudge(
 
     klear rejudge samples_gsm8k_2026-01-31.jsonl --set verify.tags=none     (lm-evaluation-harness)
     """
-    from flows.answer_commands import rejudge_answers
+    from flows.answers import rejudge_answers
 
     rejudge_answers(which, overrides or [], root=root, layout=layout, out=out, num_samples=num_samples)
 
@@ -72,7 +72,7 @@ def answers(
 
     klear answers evaluate_rl samples_aime24.jsonl --root /data/klear
     """
-    from flows.answer_commands import view_answers
+    from flows.answers import view_answers
 
     view_answers(which, root=root, layout=layout, out=out)
 
@@ -203,8 +203,7 @@ def evaluate(
     evaluate_model(asked)
 
 
-# ---- inspection commands ----
-# The commands of `klear` that inspect results: show an artifact, ask a model, replay a step of RL.
+# ---- look ----
 
 
 def show(
@@ -217,7 +216,7 @@ def show(
     problem_id: Annotated[
         str | None, typer.Argument(help="After the word problem: the id of the problem or its first digits.")
     ] = None,
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    root: Root = Path("runs"),
     num_records: Annotated[
         int, typer.Option("--records", min=0, help="Number of records to print from each table.")
     ] = 2,
@@ -250,7 +249,7 @@ def chat(
     question: Annotated[
         str | None, typer.Argument(help="The question; without it, every line of standard input is one.")
     ] = None,
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    root: Root = Path("runs"),
     temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default what the model's window leaves.")
@@ -291,7 +290,7 @@ def replay(
         str,
         typer.Option("--of", help="An RL stage (its newest artifact), a fingerprint or its first digits, or a folder."),
     ] = "rl",
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    root: Root = Path("runs"),
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of learner processes; by default that of the run.")
     ] = None,
@@ -307,8 +306,7 @@ def replay(
     replay_step(step, artifact, losses or [], root=root, num_workers=workers)
 
 
-# ---- server commands ----
-# The commands of `klear` that run until Ctrl-C: serve the UIs, and restart crashed runs.
+# ---- serve ----
 
 
 def ui(
@@ -322,7 +320,7 @@ def ui(
 
     klear ui --root /data/klear --prefect-port 4201
     """
-    from flows.serve import serve_uis
+    from flows.servers import serve_uis
 
     serve_uis(root, prefect_port=prefect_port, mlflow_port=mlflow_port)
 

@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from flows.answer_commands import newest_evaluation
+from flows.answers import newest_evaluation, score_table
 from flows.curate_files import check_folder_place, folder_name
-from flows.environment import check_tracking
+from flows.servers import check_tracking
 from flows.show import find_artifact
 from klear_core.artifacts.hub import require_token, upload
 from klear_core.artifacts.manifest import Manifest, read_manifest
@@ -32,15 +32,9 @@ from klear_core.evaluate.compare.promotion import Decision, read_decision, short
 from klear_core.report.publish import write_model
 from klear_core.report.run.final_table import decision_lines
 from klear_core.report.several.compared_runs import read_run
-from klear_core.report.several.comparison import (
-    COMPARISON_PAGE,
-    DifferenceCell,
-    RunComparison,
-    ScoreRow,
-    compare_runs,
-)
+from klear_core.report.several.comparison import COMPARISON_PAGE, DifferenceCell, RunComparison, ScoreRow, compare_runs
 from klear_core.train.base_model import model_folder
-from tasks.mlflow_backend import database_file
+from tasks.mlflow_database import database_file
 from tasks.model_registry import Registry, Version, folder_of, open_registry
 from tasks.resources import learner_ranks
 from tasks.tracking import tracking_uri
@@ -101,11 +95,7 @@ def _find_report(which: str, root: Path) -> Path:
 
 
 def _comparison_table(row: ScoreRow, comparison: RunComparison) -> Table:
-    title = f"{row.benchmark}, {row.maker}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("run")
-    for name in ("score", "cut off", "no answer", "not judged", "change, points"):
-        table.add_column(name, justify="right")
+    table = score_table(f"{row.benchmark}, {row.maker}", "run")
     differences = {d.run: d for d in row.differences}
     for i, (run, cell) in enumerate(zip(comparison.runs, row.cells, strict=True)):
         if cell is not None:
@@ -127,8 +117,7 @@ def _change(difference: DifferenceCell | None) -> str:
     return f"[{style}]{difference.value}[/]\n[dim]{difference.interval}{note}\n{on}{notes}[/]"
 
 
-# ---- champion ----
-# `klear champion` and `klear rollback`: show the champion with its evidence, and go back to the former one.
+# ---- klear champion, klear rollback ----
 
 
 def show_champion(name: str, *, root: Path) -> None:
@@ -200,8 +189,7 @@ def _line(version: Version, champion: Version) -> Text:
     return Text(text, style="bold" if version.number == champion.number else "dim")
 
 
-# ---- publish ----
-# `klear publish`: write a model as a Hugging Face folder with its card, and upload it if asked to.
+# ---- klear publish ----
 
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -259,8 +247,7 @@ def _hub_id(to: str) -> str:
     return to
 
 
-# ---- replay ----
-# `klear rl replay`: train other losses on a saved RL step, and print how their updates differ from the run's.
+# ---- klear rl replay ----
 
 
 _TABLE_WIDTH = 120

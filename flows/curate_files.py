@@ -167,8 +167,7 @@ def _join(workdir: Path, tables: Sequence[str], file: Path) -> None:
     writer.close()
 
 
-# ---- out place ----
-# Check and name the places that commands write to.
+# ---- where commands write ----
 
 
 _MAX_BYTES = 120  # a file system's limit is 255; below this, names of folders stay readable

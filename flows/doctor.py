@@ -234,8 +234,7 @@ def _disk(where: Path) -> Check:
     return Check(name="disk", found=f"{free_gb:.0f} GB free at {where}", is_good=is_good, fix=fix)
 
 
-# ---- doctor gpu ----
-# `klear doctor --gpu`: compare every fast path of this machine with plain operations, and show a table.
+# ---- klear doctor --gpu ----
 
 
 _TRANSFER_TIMEOUT_S = 120.0

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
-from flows.environment import profile_folder
+from flows.environment import StageSelection, profile_folder
+from flows.run import carry_out
 from flows.show import find_artifact
-from flows.terminal import carry_out
 from klear_core.artifacts.hub import commit_of
 from klear_core.artifacts.manifest import MANIFEST
 from klear_core.artifacts.model_files import check_model, download
@@ -66,7 +66,7 @@ def evaluate_model(asked: Asked) -> None:
     console = Console(highlight=False, soft_wrap=True)
     given = _given(asked.model, asked.root, console)
     config = evaluation_config(asked, given)
-    carry_out(config, [stage.name for stage in stages_of(config)])
+    carry_out(config, StageSelection())
     console.print(f"answers  klear answers evaluate_model --root {shlex.quote(config.workspace.root)}", markup=False)
 
 
@@ -175,8 +175,7 @@ def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) 
     return "torch" if is_supported(Path(given["path"])) else "vllm"
 
 
-# ---- chat ----
-# `klear chat`: ask a model that a run made a question of your own.
+# ---- klear chat ----
 
 
 Engine = Literal["auto", "torch", "vllm"]
@@ -277,8 +276,7 @@ def _show(console: Console, completions: list[Completion]) -> None:
             print(f"cut off after {len(completion.token_ids)} tokens", file=sys.stderr)  # noqa: T201
 
 
-# ---- named model ----
-# The model that a command names: a folder, an artifact of the workspace, or a repository of the Hugging Face Hub.
+# ---- models of the Hub ----
 
 
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")

@@ -123,9 +123,8 @@ def ask_health() -> Exception | None:
         return e
 
 
-# ---- local runs ----
-# Mark killed runs as Crashed where the user has no Prefect server: each run locks a record, which the next one checks.
-#
+# ---- killed runs of a user without a Prefect server ----
+# Each run locks a record, which the next one checks.
 # A killed run cannot report its end, so Prefect's database in the workspace would show it as Running for ever.
 
 

@@ -1,4 +1,4 @@
-"""The `klear` and `klear-retrain` flows, and how a run is carried out: check, track, report failures, survive outages."""
+"""The `klear` and `klear-retrain` flows; a run is checked, tracked, reported if it fails, and survives outages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-from flows.environment import PipelineResult, is_temporary_server, page_of, resolve, show_core_logs
+from flows.environment import PipelineResult, StageSelection, page_of, resolve, show_core_logs
 from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
 from flows.process import lost_interrupts_sent_again, make_terminations_interrupts
+from flows.servers import is_temporary_server
 from flows.sweep import MAX_ATTEMPTS
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
@@ -29,9 +30,7 @@ from klear_core.errors import ArtifactError, KlearError
 from klear_core.pipeline.graph import (
     fingerprints_of,
     open_store,
-    select_stages,
     set_moved_aside,
-    stages_again,
     stages_of,
     with_inputs,
     workspace_root,
@@ -45,28 +44,11 @@ from tasks.stage import StageTask, in_workspace
 from tasks.stages import TASKS, failed_report, read_keys, report_failure
 from tasks.tracking import RunInfo, is_interrupt
 
-# ---- execute ----
-# Carry out a pipeline run inside the current Prefect flow run: check, track, report failures, survive outages.
-
-
 log = logging.getLogger(__name__)
 
 # At exit the interpreter garbage-collects all objects of torch, Ray and Prefect. That delays the end of a cancelled run
 # by over a second of CPU, and by many seconds on a busy machine. Frozen objects are skipped.
 atexit.register(gc.freeze)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSelection:
-    """The stages that the user wants to run; None is no limit."""
-
-    only: str | None = None
-    from_: str | None = None
-    until: str | None = None
-    rerun_from: str | None = None
-    """Rebuild this stage and all that depend on it; only once per flow run, also if the run is retried."""
-    needed_by: tuple[str, ...] = ()
-    """Run only these stages and what they depend on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +119,7 @@ class PipelineRun:
 
 
 def tracked_run(
-    config: PipelineConfig, run_stages: Callable[[PipelineRun], None], choice: StageSelection | None = None
+    config: PipelineConfig, run_stages: Callable[[PipelineRun], None], selection: StageSelection
 ) -> PipelineResult:
     """Begin a run, call `run_stages` with it, and return its result.
 
@@ -146,17 +128,16 @@ def tracked_run(
     """
     show_core_logs()
     make_terminations_interrupts()
-    choice = choice or StageSelection()
     with lost_interrupts_sent_again():
         if _has_server():
-            return _run_with_server(config, run_stages, choice)
+            return _run_with_server(config, run_stages, selection)
         if is_temporary_server(settings.PREFECT_API_URL.value() or ""):
             record_run(_this_flow_run().id)
-        return _run_selected(config, run_stages, choice)
+        return _run_selected(config, run_stages, selection)
 
 
 def _run_with_server(
-    config: PipelineConfig, run_stages: Callable[[PipelineRun], None], choice: StageSelection
+    config: PipelineConfig, run_stages: Callable[[PipelineRun], None], selection: StageSelection
 ) -> PipelineResult:
     """Carry a run out so that it survives outages of its server and can still be cancelled after one."""
     run = _this_flow_run()
@@ -164,7 +145,7 @@ def _run_with_server(
     try:
         # A run without a deployment has no worker that could miss the request.
         with watch.running() if run.deployment_id else nullcontext(), server_awaited():
-            return _run_selected(config, run_stages, choice)
+            return _run_selected(config, run_stages, selection)
     except TerminationSignal:
         if not watch.has_fired:
             raise  # the process that sent the signal, such as the worker, sets the final state
@@ -173,11 +154,10 @@ def _run_with_server(
 
 
 def _run_selected(
-    config: PipelineConfig, run_stages: Callable[[PipelineRun], None], choice: StageSelection
+    config: PipelineConfig, run_stages: Callable[[PipelineRun], None], selection: StageSelection
 ) -> PipelineResult:
     stages = stages_of(config)
-    chosen = select_stages(stages, only=choice.only, from_=choice.from_, until=choice.until, needed_by=choice.needed_by)
-    again = stages_again(stages, choice.rerun_from, chosen)
+    chosen, again = selection.of(stages)
     # Everything that can be refused is refused before the first artifact is moved and before anything is tracked.
     keys = read_keys(stage.job for stage in stages if stage.name in chosen)
     require_ready(config, chosen, again=again, keys=keys)
@@ -186,8 +166,11 @@ def _run_selected(
     if again:
         ids = fingerprints_of(with_inputs(stages, again), config.workspace)
         _set_aside_once(config.workspace, [ids[name] for name in again], run_id=run.info.run_id)
-    with _tracked(run.info), reporting_failures(run):
-        run_stages(run)
+    try:
+        with reporting_failures(run):
+            run_stages(run)
+    finally:
+        tracking.end_pipeline(run.info, tracking.status_now())
     return run.result()
 
 
@@ -288,15 +271,7 @@ def _write_failure_report(run: PipelineRun, error: Exception) -> None:
         log.warning("could not write a report on this failed run: %s: %s", type(e).__name__, e)
 
 
-@contextmanager
-def _tracked(info: RunInfo) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        tracking.end_pipeline(info, tracking.status_now())
-
-
-# ---- pipeline ----
+# ---- the klear flow ----
 
 
 @flow(name="klear", flow_run_name=run_label, persist_result=False)
@@ -323,10 +298,9 @@ def pipeline(
         needed_by: Run only these stages and what they depend on.
     """
     config = resolve(profile, overrides, settings)
-    choice = StageSelection(
-        only=only, from_=from_, until=until, rerun_from=rerun_from, needed_by=tuple(needed_by or ())
-    )
-    return tracked_run(config, run_stages, choice)
+    needed = tuple(needed_by or ())
+    selection = StageSelection(only=only, from_=from_, until=until, rerun_from=rerun_from, needed_by=needed)
+    return tracked_run(config, run_stages, selection)
 
 
 def run_stages(run: PipelineRun) -> None:
@@ -339,30 +313,21 @@ def run_stages(run: PipelineRun) -> None:
             run.artifacts[stage.name] = run.call(TASKS[stage.kind], stage, inputs)
 
 
-def run_pipeline(
-    config: PipelineConfig,
-    *,
-    only: str | None = None,
-    from_: str | None = None,
-    until: str | None = None,
-    rerun_from: str | None = None,
-    needed_by: Sequence[str] = (),
-) -> PipelineResult:
+def run_pipeline(config: PipelineConfig, selection: StageSelection) -> PipelineResult:
     """Run the pipeline in this process and raise the error of a stage that fails."""
     with no_orphans():
         return pipeline(
             profile=None,  # its default is a profile, over which the settings would be merged
             settings=config,
-            only=only,
-            from_=from_,
-            until=until,
-            rerun_from=rerun_from,
-            needed_by=list(needed_by) or None,
+            only=selection.only,
+            from_=selection.from_,
+            until=selection.until,
+            rerun_from=selection.rerun_from,
+            needed_by=list(selection.needed_by) or None,
         )
 
 
-# ---- retrain ----
-# The `klear-retrain` flow: run the pipeline on a schedule.
+# ---- the klear-retrain flow, which runs on a schedule ----
 
 
 Seed = Literal["fixed", "fresh"]
@@ -393,7 +358,7 @@ def retrain(
         seed: `fixed` keeps the config's; `fresh` derives a new one for each flow run, the same if the run is retried.
     """
     config = with_seed(resolve(profile, overrides, settings), seed, run_id=str(flow_run.id))
-    return tracked_run(config, run_stages)
+    return tracked_run(config, run_stages, StageSelection())
 
 
 def with_seed(config: PipelineConfig, seed: Seed, *, run_id: str) -> PipelineConfig:

@@ -81,7 +81,6 @@ def _exit_at_once(signum: int, _frame: object) -> None:
 
 
 # ---- proxies ----
-# Exempt this machine's own servers from HTTP proxies.
 
 
 def bypass_proxies_for_loopback() -> None:

@@ -95,8 +95,7 @@ def _print_records(console: Console, folder: Path, table: Path, num_records: int
         console.print(grid)
 
 
-# ---- problem ----
-# `klear show problem ID`: all that a workspace's artifacts hold about one problem, from source row to last score.
+# ---- klear show problem ID ----
 
 
 _KEY = "problem_id"
@@ -203,8 +202,7 @@ def _line(row: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-# ---- find ----
-# Find the artifact that a name typed by the user means.
+# ---- artifacts by name ----
 
 
 def find_artifact(which: str, root: Path) -> Path:

@@ -208,8 +208,8 @@ def _last_heartbeat(client: SyncPrefectClient, run_id: UUID) -> UUID | None:
     return found[0].id if found else None
 
 
-# ---- sweep rules ----
-# Decide which runs are dead and which state `klear sweep` gives them. Plain Python; `flows.sweep` calls the server.
+# ---- which runs are dead ----
+# Plain Python, without the server.
 
 
 SILENT_S = 90.0

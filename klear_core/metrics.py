@@ -89,16 +89,22 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
     """
     if not path.exists():
         return []
-    lines = path.read_text().splitlines()
-    return [json.loads(line, parse_constant=lambda _name: None) for line in lines if _step_of(line) >= 0]
+    return [row for line in path.read_text().splitlines() if (row := parse_row(line))]
+
+
+def parse_row(line: str | bytes) -> dict[str, float | None]:
+    """Return a row of a metrics file; empty for a line that a kill left unfinished."""
+    try:
+        row: dict[str, float | None] = json.loads(line, parse_constant=lambda _name: None)
+        return row if int(row["step"]) >= 0 else {}  # type: ignore[arg-type]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return {}
 
 
 def _step_of(line: str) -> int:
     """Return the row's step; -1 for a line that a kill left unfinished."""
-    try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return -1
+    row = parse_row(line)
+    return int(row["step"] or 0) if row else -1
 
 
 # ---- progress ----

@@ -18,6 +18,8 @@ from klear_core.errors import ArtifactError
 from klear_core.types import Difficulty, Outcome, PassRate
 
 REPORT_FILE = "report.json"
+SAMPLES_FOLDER = "samples"
+"""Folder of an evaluation with the answers to the plain questions."""
 RATES_FOLDER = "pass_rates"
 """Folder of a tag artifact that holds a `PassRate` for each problem with a judged answer."""
 
@@ -51,19 +53,32 @@ class Range(Settings):
     high: float = Field(ge=-1, le=1)
 
 
-class Score(Settings):
-    """A mean over problems of values in 0..1, with two confidence intervals."""
+class Estimate(Settings):
+    """A mean over problems with its two confidence intervals: of a score, or of a difference of two."""
 
-    value: float = Field(ge=0, le=1)
+    value: float = Field(ge=-1, le=1)
     new_problems: Range
     """Interval over other problems of this kind, of which these are a random draw; models are compared with it."""
     rerun: Range | None
     """Interval over other samples of the same problems; published scores are compared with it. None for greedy
-    answers, which would be the same again."""
+    answers, which would be the same again, and where one answer per problem would show no noise."""
     num_problems: int = Field(ge=1)
     """Problems with at least one scored sample."""
+
+
+class Score(Estimate):
+    """A mean over problems of values in 0..1."""
+
+    value: float = Field(ge=0, le=1)
     num_samples: int = Field(ge=1)
     """Scored samples, over all problems."""
+
+    @property
+    def estimate(self) -> Estimate:
+        """The score without the number of its samples, for files that have other counts beside it."""
+        return Estimate(
+            value=self.value, new_problems=self.new_problems, rerun=self.rerun, num_problems=self.num_problems
+        )
 
 
 class PassAtK(Settings):
@@ -223,6 +238,11 @@ def points(difference: float) -> str:
     """Format a difference of fractions in percentage points, always signed: 0.307 as `+30.7`."""
     value = _signless_zero(difference * 100, 1)
     return value.replace("-", MINUS) if value.startswith("-") else f"+{value}"
+
+
+def interval_text(ends: Range) -> str:
+    """Format an interval of a score in percent: `61.0 to 64.2`."""
+    return f"{100 * ends.low:.1f} to {100 * ends.high:.1f}"
 
 
 def range_text(ends: Range) -> str:

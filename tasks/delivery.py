@@ -1,31 +1,39 @@
-"""Send records and metrics to MLflow from a background thread, and store them on disk while it is unreachable."""
+"""Send metrics files and records to MLflow from a background thread; they wait on disk while it is unreachable."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
-from urllib.parse import urlsplit
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from klear_core.artifacts.manifest import ArtifactRef, InputRecord
-from klear_core.config.settings import Settings
-from klear_core.metrics import METRICS_FILE, read_metrics
+from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.metrics import METRICS_FILE, parse_row
+from tasks.mlflow_backend import (
+    MAX_POINTS_PER_REQUEST,
+    MetricPoint,
+    MlflowBackend,
+    OpenRun,
+    Refused,
+    RunStatus,
+    TrackedRun,
+    Unreachable,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Timeouts in seconds, and the size of the buffer of metrics."""
+    """Timeouts in seconds."""
 
     flush_every_s: float = 1.0
     retry_every_s: float = 15.0
@@ -33,14 +41,14 @@ class Limits:
     """Wait for a request that is in flight when a stage ends."""
     backlog_timeout_s: float = 20.0
     """Time for sending the records that earlier stages and runs left."""
-    max_points: int = 200_000
-    """Metric values kept in memory, some 50 MB; beyond that they are read again from the metrics file."""
 
 
 class Connection:
     """A backend that the stages of a process share, with the time of the next attempt after a failure."""
 
-    def __init__(self, backend: Backend, undelivered: Undelivered, server: str, *, limits: Limits = Limits()) -> None:
+    def __init__(
+        self, backend: MlflowBackend, undelivered: Undelivered, server: str, *, limits: Limits = Limits()
+    ) -> None:
         self.backend = backend
         self.limits = limits
         self.undelivered = undelivered
@@ -92,16 +100,15 @@ class Connection:
 
 
 class StageRun:
-    """One stage's run in MLflow. A background thread sends, so that `log` never blocks."""
+    """One stage's run in MLflow. A background thread sends what the stage writes to its metrics file."""
 
     def __init__(self, connection: Connection, record: TrackedRun) -> None:
         self._connection = connection
         self._limits = connection.limits
         self._record = record
+        self._metrics = UnsentMetrics(Path(record.metrics_file))
         self._opened: OpenRun | None = None
         self._refusal = ""
-        self._points: deque[MetricPoint] = deque()
-        self._must_reread_file = True  # the metrics file may have rows that MLflow lacks
         self._may_have_backlog = True  # records of other stages may be waiting
         self._sending = threading.Lock()
         self._stop = threading.Event()
@@ -118,11 +125,6 @@ class StageRun:
         return self._opened.parent_id if self._opened else None
 
     @property
-    def num_waiting(self) -> int:
-        """Number of metric values in memory that MLflow does not have yet."""
-        return len(self._points)
-
-    @property
     def refusal(self) -> str:
         """The error with which MLflow refused this run's records; empty if it accepts them."""
         return self._refusal
@@ -132,9 +134,10 @@ class StageRun:
         """A message that says which records MLflow lacks, and why; empty if it has all of them."""
         if self._refusal:
             return f"MLflow rejects further records ({self._refusal}); all metrics are in {METRICS_FILE}"
-        if self._opened is not None and not self.num_waiting and not self._must_reread_file:
+        num_unsent = self._metrics.count()
+        if self._opened is not None and not num_unsent:
             return ""
-        unsent = f"{self.num_waiting} metric values" if self.num_waiting else "the records of this stage"
+        unsent = f"{num_unsent} metric values" if num_unsent else "the records of this stage"
         return (
             f"MLflow at {self._connection.server} did not answer: a later run sends {unsent}; "
             f"all metrics are in {METRICS_FILE}"
@@ -145,17 +148,8 @@ class StageRun:
         self.flush()
         self._thread.start()
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Queue the metrics of one step; the thread sends the queue about every second."""
-        # The file has every row, so that the queue can be dropped and read again from there.
-        if len(self._points) >= self._limits.max_points:
-            self._points.clear()
-            self._must_reread_file = True
-        at_ms = now_ms()
-        self._points.extend(MetricPoint(name, value, at_ms, step) for name, value in metrics.items())
-
     def flush(self) -> None:
-        """Try once to send the queue; do nothing shortly after a failure."""
+        """Try once to send what the metrics file has and MLflow lacks; do nothing shortly after a failure."""
         # The thread may be in a request that MLflow does not answer; the stage does not wait for it without end.
         if self._sending.acquire(timeout=self._limits.close_timeout_s):
             try:
@@ -164,7 +158,8 @@ class StageRun:
                 self._sending.release()
 
     def set_artifact(self, ref: ArtifactRef) -> None:
-        """Set the stage's artifact, which `end` sends."""
+        """Set the stage's artifact, which `end` sends. Publishing it has moved the metrics file."""
+        self._metrics.file = ref.path / METRICS_FILE
         self._record = self._record.model_copy(update={"ref": ref, "metrics_file": str(ref.path / METRICS_FILE)})
 
     def end(self, status: RunStatus) -> None:
@@ -196,14 +191,19 @@ class StageRun:
                 self._connection.deliver_waiting(current_run=self._record.run_id, except_stage=self._record.stage)
 
     def _send(self) -> bool:
-        """Send everything in the queue; return whether MLflow took it."""
+        """Open the run if it is not open, and send the metrics that MLflow lacks; return whether MLflow took them."""
         if self._refusal or not self._connection.may_try:
             return False
+        backend = self._connection.backend
         try:
-            run = self._open()
-            while self._points:
-                self._send_batch(run)
-        except Unreachable as e:
+            if self._opened is None:
+                opened = backend.open(self._record)
+                # The record that an earlier attempt at this stage left is obsolete: this attempt continues its run.
+                self._connection.undelivered.forget(self._record)
+                self._metrics.skip_known(backend, opened.run_id)
+                self._opened = opened
+            self._metrics.send(backend, self._opened.run_id)
+        except (Unreachable, OSError) as e:  # an OSError is one of reading the metrics file, which the message names
             self._connection.mark_unreachable(str(e))
             self._may_have_backlog = True
             return False
@@ -214,80 +214,111 @@ class StageRun:
         self._connection.mark_reachable()
         return True
 
-    def _send_batch(self, run: OpenRun) -> None:
-        batch: list[MetricPoint] = []
-        while self._points and len(batch) < MAX_POINTS_PER_REQUEST:
-            batch.append(self._points.popleft())  # one at a time, because `log` appends from another thread meanwhile
+
+class UnsentMetrics:
+    """The rows of a metrics file that MLflow lacks. The stage may still append to the file, and rewind it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._last = _Row(inode=0, end=0, line=b"", points=[])
+        """The last row that was sent or skipped."""
+        self._sent: set[int] = set()
+        """Hashes of the lines that MLflow has. A stage that goes back to an earlier step has a new file, in which the
+        rows that stay are not sent again, and new values of a step are."""
+
+    def count(self) -> int:
+        """Return the number of metric values that MLflow lacks."""
+        return sum(len(row.points) for row in self._rows())
+
+    def skip_known(self, backend: MlflowBackend, run_id: str) -> None:
+        """Skip the rows that an earlier attempt has sent: up to the last step that MLflow has of their metrics."""
+        known: set[int] = set()
+        # One metric of each row is asked for. Rows of other metrics are sent in an order of their own: a point of a
+        # curve comes some steps late.
+        last_steps: dict[str, int | None] = {}
+        for row in self._rows():
+            names = [point.name for point in row.points]
+            if not names:
+                continue
+            name = next((name for name in last_steps if name in names), names[0])
+            if name not in last_steps:
+                last_steps[name] = backend.last_step(run_id, name)
+            last = last_steps[name]
+            if last is not None and row.points[0].step <= last:
+                known.add(hash(row.line))
+        self._sent |= known
+
+    def send(self, backend: MlflowBackend, run_id: str) -> None:
+        """Send the rows in the order of the file. After an error the next call goes on where this one ended."""
+        batch: list[_Row] = []
+        size = 0
+        for row in self._rows():
+            size += max(1, len(row.points))
+            if size > MAX_POINTS_PER_REQUEST:
+                self._send_batch(backend, run_id, batch)
+                batch, size = [], len(row.points)
+            batch.append(row)
+        self._send_batch(backend, run_id, batch)
+
+    def _send_batch(self, backend: MlflowBackend, run_id: str, batch: Sequence[_Row]) -> None:
+        points = [point for row in batch for point in row.points]
+        if points:
+            backend.log_metrics(run_id, points)
+        self._sent.update(hash(row.line) for row in batch)
+        self._last = batch[-1] if batch else self._last
+
+    def _rows(self) -> Iterator[_Row]:
+        """Yield the rows after the last one; all rows if the file is a new one."""
         try:
-            self._connection.backend.log_metrics(run.run_id, batch)
-        except (Unreachable, Refused):
-            self._points.extendleft(reversed(batch))
-            raise
-
-    def _open(self) -> OpenRun:
-        """Open the run if it is not open, and send the rows of the metrics file that MLflow lacks."""
-        if self._opened is None:
-            opened = self._connection.backend.open(self._record)
-            # The record that an earlier attempt at this stage left is obsolete: this attempt continues its run.
-            self._connection.undelivered.forget(self._record)
-            self._opened = opened
-        if self._must_reread_file:
-            # Reset before reading the file: `log` may overflow the buffer meanwhile, and set it again.
-            self._must_reread_file = False
-            self._points.clear()  # the file has them too
-            try:
-                _catch_up(self._connection.backend, self._opened, Path(self._record.metrics_file))
-            except (Unreachable, Refused):
-                self._must_reread_file = True
-                raise
-        return self._opened
+            f = self.file.open("rb")
+        except FileNotFoundError:
+            return  # no metric yet, or publishing is moving it
+        at_ms = now_ms()  # the file has steps and no times
+        with f:
+            inode, end = os.fstat(f.fileno()).st_ino, self._last.end
+            f.seek(end - len(self._last.line))
+            # The line is compared as well, because a file system gives the inode of a deleted file to a new one.
+            if inode != self._last.inode or f.read(len(self._last.line)) != self._last.line:
+                f.seek(0)
+                self._sent.intersection_update(map(hash, f))
+                end = f.seek(0)
+            for line in f:
+                if not line.endswith(b"\n"):
+                    return  # the stage is writing it
+                end += len(line)
+                yield _Row(inode, end, line, [] if hash(line) in self._sent else _points(line, at_ms))
 
 
-def _deliver(backend: Backend, record: TrackedRun, *, current_run: str) -> None:
+class _Row(NamedTuple):
+    """A line of a metrics file, where it ends, and its values; without any if MLflow has them."""
+
+    inode: int
+    end: int
+    line: bytes
+    points: list[MetricPoint]
+
+
+def _points(line: bytes, at_ms: int) -> list[MetricPoint]:
+    row = parse_row(line)
+    step = int(row.pop("step", None) or 0)
+    return [MetricPoint(name, value, at_ms, step) for name, value in row.items() if value is not None]
+
+
+def _deliver(backend: MlflowBackend, record: TrackedRun, *, current_run: str) -> None:
     """Send a complete record, but not what MLflow already has."""
     if not record.stage:
         backend.end_pipeline(record)
         return
     run = backend.open(record)
-    _catch_up(backend, run, Path(record.metrics_file))
+    metrics = UnsentMetrics(Path(record.metrics_file))
+    metrics.skip_known(backend, run.run_id)
+    metrics.send(backend, run.run_id)
     _end_run(backend, run, record)
     if record.run_id != current_run:  # `open` has reopened the parent, whose pipeline run is over: close it again
         backend.end(run.parent_id, run.parent_ended or record.status, record.ended_ms)
 
 
-def _catch_up(backend: Backend, run: OpenRun, metrics_file: Path) -> None:
-    """Send the rows of the metrics file that MLflow lacks after an earlier attempt, an outage, or a kill."""
-    rows = read_metrics(metrics_file)
-    if not rows:
-        return
-    steps: list[int] = []
-    metrics_of_steps: list[dict[str, float]] = []
-    for row in rows:
-        metrics = {name: value for name, value in row.items() if value is not None}
-        steps.append(int(metrics.pop("step")))
-        metrics_of_steps.append(metrics)
-    # Rows of other metrics are sent in an order of their own: a point of a curve comes some steps late.
-    sent = {name: backend.last_step(run.run_id, name) for name in _covering_names(metrics_of_steps)}
-    at_ms = now_ms()  # the file has steps and no times
-    points: list[MetricPoint] = []
-    for step, metrics in zip(steps, metrics_of_steps, strict=True):
-        last = next((sent[name] for name in sent if name in metrics), None)
-        if last is None or step > last:
-            points += [MetricPoint(name, value, at_ms, step) for name, value in metrics.items()]
-    for start in range(0, len(points), MAX_POINTS_PER_REQUEST):
-        backend.log_metrics(run.run_id, points[start : start + MAX_POINTS_PER_REQUEST])
-
-
-def _covering_names(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return metric names that cover every non-empty row: a single metric need not be in all rows."""
-    names: list[str] = []
-    for row in rows:
-        if row and not any(name in row for name in names):
-            names.append(next(iter(row)))
-    return names
-
-
-def _end_run(backend: Backend, run: OpenRun, record: TrackedRun) -> None:
+def _end_run(backend: MlflowBackend, run: OpenRun, record: TrackedRun) -> None:
     if record.ref is not None:
         backend.finish(run, record)
     backend.end(run.run_id, record.status, record.ended_ms)
@@ -298,96 +329,11 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-# ---- tracked ----
-# Define the records that are sent to MLflow about a run; those not received yet are files in the workspace.
+# ---- records that wait ----
 
 
-RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
-
-MAX_POINTS_PER_REQUEST = 500  # MLflow takes up to 1000 metrics
 MAX_WAITING = 500
 """Most undelivered records on disk, one per stage; beyond it the oldest are dropped."""
-
-
-class Unreachable(Exception):  # noqa: N818  a state of the server, not a mistake
-    """Raised if MLflow does not answer, or answers with an error that a retry may solve."""
-
-
-class Refused(Exception):  # noqa: N818
-    """Raised if MLflow refuses a record for good: sending it again would not help."""
-
-
-class TrackedRun(Settings):
-    """All that MLflow is sent about one run except its metrics, which are in a file."""
-
-    server: str
-    """Host and port of the server, or the path of the database file."""
-    run_id: str
-    """Prefect's flow run id of the pipeline run."""
-    run_name: str
-    run_url: str = ""
-    stage: str = ""
-    """Stage name; empty for the pipeline run itself."""
-    kind: str = ""
-    fingerprint: str = ""
-    params: dict[str, str] = {}
-    inputs: tuple[InputRecord, ...] = ()
-    git_commit: str = ""
-    metrics_file: str = ""
-    makes_model: bool = False
-    scores_step: int | None = None
-    """Step of the scores on the pipeline's run, higher for later models; None if the stage scores no model."""
-    page: str = ""
-    """File of the artifact for the pipeline's run page; empty if there is none."""
-    ref: ArtifactRef | None = None
-    """The stage's artifact; None until it exists."""
-    status: RunStatus = "RUNNING"
-    ended_ms: int = 0
-
-
-class MetricPoint(NamedTuple):
-    """One metric value at one step."""
-
-    name: str
-    value: float
-    at_ms: int
-    step: int
-
-
-class OpenRun(NamedTuple):
-    """MLflow's ids of a stage's run and its parent; `parent_ended` is the parent's status if it had to be reopened."""
-
-    run_id: str
-    parent_id: str
-    parent_ended: RunStatus | None
-
-
-class Backend(Protocol):
-    """Sends records to MLflow. Every method may raise Unreachable or Refused; every call is idempotent."""
-
-    def open(self, record: TrackedRun) -> OpenRun:
-        """Open the stage's run and its parent, or reopen existing ones, and log parameters and inputs."""
-        ...
-
-    def last_step(self, run_id: str, name: str) -> int | None:
-        """Return the last step with a value of the metric; None if there is none."""
-        ...
-
-    def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
-        """Send metric values, at most `MAX_POINTS_PER_REQUEST`."""
-        ...
-
-    def finish(self, run: OpenRun, record: TrackedRun) -> None:
-        """Record the stage's artifact."""
-        ...
-
-    def end(self, run_id: str, status: RunStatus, at_ms: int) -> None:
-        """Close a run."""
-        ...
-
-    def end_pipeline(self, record: TrackedRun) -> None:
-        """Close the pipeline's run."""
-        ...
 
 
 class Undelivered:
@@ -444,16 +390,3 @@ def _changed_at(file: Path) -> float:
         return file.stat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def server_name(uri: str) -> str:
-    """Return the part of a tracking URI that may be shown: host and port, or a file; never a user name or password."""
-    parts = urlsplit(uri)
-    if parts.scheme.startswith("sqlite"):
-        return parts.path.removeprefix("/")
-    return parts.netloc.rpartition("@")[2] or parts.path
-
-
-def without_password(text: str) -> str:
-    """Return the text with user names and passwords removed from the URLs in it."""
-    return re.sub(r"://[^/@\s]+@", "://", text)

@@ -1,6 +1,6 @@
 """Send runs to MLflow: one parent run per pipeline run, one child run per stage.
 
-This module, `tasks.model_registry` and `tasks.model_registry` are the only ones that call MLflow's API.
+This module, `tasks.mlflow_database` and `tasks.model_registry` are the only ones that call MLflow's API.
 """
 
 from __future__ import annotations
@@ -8,24 +8,22 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sqlite3
-import time
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, ArtifactRef, InputRecord
-from klear_core.errors import ConfigError
-from tasks.delivery import MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Unreachable, without_password
+from klear_core.config.settings import Settings
+from tasks.mlflow_database import database_file, ensure_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
-
-    _Found = tuple[Run, RunStatus | None]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +41,83 @@ _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # MLflow's 7 with backoff take minutes; `tasks.delivery` retries instead
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(REQUEST_TIMEOUT_S),
 }
+
+
+# ---- records ----
+
+
+RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+
+MAX_POINTS_PER_REQUEST = 500  # MLflow takes up to 1000 metrics
+
+
+class Unreachable(Exception):  # noqa: N818  a state of the server, not a mistake
+    """Raised if MLflow does not answer, or answers with an error that a retry may solve."""
+
+
+class Refused(Exception):  # noqa: N818
+    """Raised if MLflow refuses a record for good: sending it again would not help."""
+
+
+class TrackedRun(Settings):
+    """All that MLflow is sent about one run except its metrics, which are in a file."""
+
+    server: str
+    """Host and port of the server, or the path of the database file."""
+    run_id: str
+    """Prefect's flow run id of the pipeline run."""
+    run_name: str
+    run_url: str = ""
+    stage: str = ""
+    """Stage name; empty for the pipeline run itself."""
+    kind: str = ""
+    fingerprint: str = ""
+    params: dict[str, str] = {}
+    inputs: tuple[InputRecord, ...] = ()
+    git_commit: str = ""
+    metrics_file: str = ""
+    makes_model: bool = False
+    scores_step: int | None = None
+    """Step of the scores on the pipeline's run, higher for later models; None if the stage scores no model."""
+    page: str = ""
+    """File of the artifact for the pipeline's run page; empty if there is none."""
+    ref: ArtifactRef | None = None
+    """The stage's artifact; None until it exists."""
+    status: RunStatus = "RUNNING"
+    ended_ms: int = 0
+
+
+class MetricPoint(NamedTuple):
+    """One metric value at one step."""
+
+    name: str
+    value: float
+    at_ms: int
+    step: int
+
+
+class OpenRun(NamedTuple):
+    """MLflow's ids of a stage's run and its parent; `parent_ended` is the parent's status if it had to be reopened."""
+
+    run_id: str
+    parent_id: str
+    parent_ended: RunStatus | None
+
+
+def server_name(uri: str) -> str:
+    """Return the part of a tracking URI that may be shown: host and port, or a file; never a user name or password."""
+    parts = urlsplit(uri)
+    if parts.scheme.startswith("sqlite"):
+        return parts.path.removeprefix("/")
+    return parts.netloc.rpartition("@")[2] or parts.path
+
+
+def without_password(text: str) -> str:
+    """Return the text with user names and passwords removed from the URLs in it."""
+    return re.sub(r"://[^/@\s]+@", "://", text)
+
+
+# ---- client ----
 
 
 @cache
@@ -73,7 +148,7 @@ def mlflow_client(uri: str) -> MlflowClient:
 
 
 class MlflowBackend:
-    """A tracking server or database; implements `tasks.delivery.Backend`."""
+    """A tracking server or database. Every method may raise Unreachable or Refused; every call is idempotent."""
 
     def __init__(self, client: MlflowClient, *, lock: Path, artifacts: str | None) -> None:
         self._client = client
@@ -105,11 +180,13 @@ class MlflowBackend:
             return max((m.step for m in self._client.get_metric_history(run_id, name)), default=None)
 
     def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
-        """Send metric values, at most `MAX_POINTS_PER_REQUEST`."""
+        """Send metric values."""
         from mlflow.entities import Metric
 
+        metrics = [Metric(p.name, p.value, p.at_ms, p.step) for p in points]
         with translated():
-            self._client.log_batch(run_id, metrics=[Metric(p.name, p.value, p.at_ms, p.step) for p in points])
+            for start in range(0, len(metrics), MAX_POINTS_PER_REQUEST):
+                self._client.log_batch(run_id, metrics=metrics[start : start + MAX_POINTS_PER_REQUEST])
 
     def finish(self, run: OpenRun, record: TrackedRun) -> None:
         """Record the result: counts on both runs, scores on the parent, the model's URI or the report file."""
@@ -157,7 +234,7 @@ class MlflowBackend:
             found = self._client.get_experiment_by_name(EXPERIMENT)
         return str(found.experiment_id)
 
-    def _parent(self, record: TrackedRun, experiment_id: str) -> _Found:
+    def _parent(self, record: TrackedRun, experiment_id: str) -> tuple[Run, RunStatus | None]:
         tags = {"klear.run": record.run_id, "klear.role": "pipeline"}
         more = _links(record) | _source(record, "flows/pipeline.py")
         return self._ensure_run(experiment_id, name=record.run_name, tags=tags, more=more)
@@ -302,136 +379,7 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 
-# ---- mlflow database ----
-# Create MLflow's SQLite file under another name and rename it, so that a killed run leaves no incomplete database.
-
-
-_SQLITE = "sqlite:///"
-
-
-def database_file(tracking_uri: str) -> Path | None:
-    """Return the SQLite file that a tracking URI names; None for a server, another database, or one in memory."""
-    name = tracking_uri.removeprefix(_SQLITE).partition("?")[0]
-    if not tracking_uri.startswith(_SQLITE) or name in ("", ":memory:"):
-        return None
-    return Path(name).absolute()
-
-
-def ensure_database(path: Path) -> None:
-    """Return once there is a usable database at `path`; an unusable one without runs is renamed, with a warning.
-
-    One process creates it while others wait. ConfigError if a database that MLflow cannot use holds runs.
-    """
-    with file_lock(path.with_name(f".{path.name}.lock"), on_wait=_log_wait):
-        trouble = _trouble_of(path)
-        if not trouble:
-            return
-        refuse_broken_with_runs(path, trouble)
-        if path.exists() and path.stat().st_size > 0:
-            kept = path.with_name(f"{path.name}.broken-{time.time_ns()}")
-            path.rename(kept)
-            log.warning(
-                "MLflow's database %s holds no runs and is made again: %s; the old file is now %s",
-                path,
-                trouble,
-                kept.name,
-            )
-        _remove_journals(path)  # SQLite would apply the journals of the renamed file to the new one
-        _make(path)
-
-
-def refuse_broken_with_runs(path: Path, trouble: str | None = None) -> None:
-    """Raise ConfigError if a migration of the database was interrupted and it holds runs. Imports no heavy library."""
-    trouble = _interrupted_migration(path) if trouble is None else trouble
-    num_runs = _num_runs(path) if trouble else 0
-    if num_runs:
-        raise ConfigError(
-            f"MLflow's database {path} holds {num_runs} runs, but {trouble}. Make a copy of it; then restore a "
-            f"backup, or, if only the version is another one, run: mlflow db upgrade {_SQLITE}{path}. Or move it away: "
-            "a new one is made, and all results and their metrics stay, for they do not depend on it"
-        )
-
-
-def _trouble_of(path: Path) -> str:
-    """Return why MLflow cannot use the file; empty if it can."""
-    trouble = _interrupted_migration(path)
-    if trouble:
-        return trouble
-    found, wanted = _versions_in(path), _newest_version()
-    return "" if found == [wanted] else f"its tables have version {found[0]}, where this MLflow has {wanted}"
-
-
-def _interrupted_migration(path: Path) -> str:
-    """Return the sign that a migration began and did not finish; empty if there is none."""
-    if not path.exists() or path.stat().st_size == 0:
-        return "there is no database yet"
-    leftover = [table for table in _tables(path) if table.startswith("_alembic_tmp_")]
-    if leftover:
-        return f"a migration was interrupted (it left the table {leftover[0]})"
-    return "" if len(_versions_in(path)) == 1 else "its first migration was interrupted (it says no version)"
-
-
-def _make(path: Path) -> None:
-    """Migrate an empty file under another name, then rename it to `path`."""
-    import mlflow.store.tracking.sqlalchemy_store as stores
-
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)  # left by a process that was killed
-    _remove_journals(temporary)
-    store = stores.SqlAlchemyStore(f"{_SQLITE}{temporary}", (path.parent / "artifacts").as_uri())
-    store.engine.dispose()  # no connection may stay open across the rename
-    temporary.rename(path)
-
-
-def _newest_version() -> str:
-    """Return the schema version that the installed MLflow migrates to."""
-    import mlflow
-    from alembic.script import ScriptDirectory
-
-    migrations = Path(mlflow.__file__).parent / "store" / "db_migrations"
-    return str(ScriptDirectory(str(migrations)).get_current_head())
-
-
-def _tables(path: Path) -> list[str]:
-    return [str(name) for (name,) in _rows(path, "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
-
-
-def _versions_in(path: Path) -> list[str]:
-    if "alembic_version" not in _tables(path):
-        return []
-    return [str(version) for (version,) in _rows(path, "SELECT version_num FROM alembic_version")]
-
-
-def _num_runs(path: Path) -> int:
-    """Return the number of runs in the database, or in the copy of the table that a migration was making if larger."""
-    if not path.exists() or path.stat().st_size == 0:
-        return 0
-    counts = {"runs": "SELECT count(*) FROM runs", "_alembic_tmp_runs": "SELECT count(*) FROM _alembic_tmp_runs"}
-    tables = _tables(path)
-    found = [_rows(path, query)[0][0] for table, query in counts.items() if table in tables]
-    return max((int(str(count)) for count in found), default=0)
-
-
-def _rows(path: Path, query: str) -> list[tuple[object, ...]]:
-    try:
-        with closing(sqlite3.connect(path, timeout=20)) as connection:
-            return connection.execute(query).fetchall()
-    except sqlite3.DatabaseError as e:
-        raise ConfigError(f"MLflow's database {path} cannot be read: {e}. Move it away, and a new one is made") from e
-
-
-def _remove_journals(path: Path) -> None:
-    for suffix in ("-journal", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def _log_wait(who: str) -> None:
-    log.info("waiting for MLflow's database: %s is making it", who)
-
-
-# ---- mlflow view ----
-# A view of MLflow's table of runs that begins with the scores, for its menu Views and for a link.
-#
+# ---- the view that begins with the scores ----
 # MLflow has no setting for the columns that the table shows at first. It keeps a view that users share as a tag of the
 # experiment, and a URL that names the view opens it.
 

@@ -26,16 +26,14 @@ from klear_core.config.pipeline import Champion, WorkspaceConfig
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.pipeline.graph import workspace_root
-from tasks.delivery import Refused, Unreachable, server_name
-from tasks.mlflow_backend import mlflow_client, translated
+from tasks.mlflow_backend import Refused, Unreachable, mlflow_client, server_name, translated
 from tasks.tracking import tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-# ---- registry records ----
-# Define the records that the model registry keeps: promotions, rollbacks and the versions they belong to.
+# ---- records ----
 
 
 class Promotion(Settings):
@@ -93,13 +91,11 @@ class Version:
         )
 
 
-# ---- registry turns ----
-# Take turns with the processes of other workspaces and machines that use one MLflow server.
-#
-# MLflow has neither locks nor a conditional write. But it numbers the versions of a registered model one by one and never
-# gives a number twice, not even after the version was deleted. So a version of a model made for this is a ticket, the
-# lowest number has the turn, and its holder deletes it at the end (Lamport's bakery algorithm, with the server in place
-# of the clerk). Since numbers are never reused, ending the turn of a dead process cannot end another one's.
+# ---- turns of workspaces and machines that use one MLflow server ----
+# MLflow has neither locks nor a conditional write. But it numbers the versions of a registered model one by one and
+# never gives a number twice, not even after the version was deleted. So a version of a model made for this is a ticket,
+# the lowest number has the turn, and its holder deletes it at the end (Lamport's bakery algorithm, with the server in
+# place of the clerk). Since numbers are never reused, ending the turn of a dead process cannot end another one's.
 
 
 log = logging.getLogger(__name__)
@@ -162,15 +158,15 @@ def _draw(client: MlflowClient, name: str, holder: str) -> int:
 
 def _wait(turn: Turn, *, holder: str, turn_s: float) -> None:
     # Each ticket before this one may take `turn_s`, counted from when it is first seen to have the turn.
-    watched, since = 0, time.monotonic()
+    seen, since = 0, time.monotonic()
     while True:
         first = _first(turn.client, turn.name)
         if first is None or int(first.version) >= turn.number:
             return  # our turn, or others ended it while this process was stopped, which the next check finds
         number, other = int(first.version), first.tags.get(_HOLDER, "?")
-        if number != watched:
+        if number != seen:
             log.info("waiting for the registry: %s changes the champion", other)
-            watched, since = number, time.monotonic()
+            seen, since = number, time.monotonic()
         is_late = time.monotonic() - since > turn_s
         if is_late:
             log.warning("%s did not finish changing the champion within %.0f s: going on without it", other, turn_s)
@@ -410,22 +406,6 @@ def open_registry(workspace: WorkspaceConfig, name: str) -> Registry:
     """Return the champions of a registered model, in the MLflow that tracks the runs of a workspace."""
     uri, root = tracking_uri(workspace), workspace_root(workspace)
     return Registry(mlflow_client(uri), name, lock=root / "mlflow" / ".champion.lock", server=server_name(uri))
-
-
-def promotion_of(
-    *, model: ArtifactRef, evaluation: ArtifactRef, decision: ArtifactRef, run: str, over: Champion | None
-) -> Promotion:
-    """Return what the registry keeps of a decision."""
-    return Promotion(
-        model=artifact_name(model),
-        model_uri=model.uri,
-        evaluation=artifact_name(evaluation),
-        evaluation_uri=evaluation.uri,
-        decision=artifact_name(decision),
-        decision_uri=decision.uri,
-        run=run,
-        over=over.version if over else None,
-    )
 
 
 def artifact_name(ref: ArtifactRef) -> str:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 from uuid import UUID
 
 from klear_core.artifacts.manifest import ArtifactRef, Manifest
-from tasks.delivery import without_password
+from tasks.mlflow_backend import without_password
 from tasks.tracking import RunInfo
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ CLOSE_S = 5.0
 """Seconds to wait at a stage's end for the last state to reach the server."""
 
 
-class Console(Protocol):
-    """Shows a run's stages to a person, one stage at a time."""
+class Console:
+    """Shows a run's stages to a person, one stage at a time; this one shows nothing, which is the default."""
 
     def stage_started(self, stage: str, *, attempt: int) -> None:
         """Show that a stage is being built; `attempt` is above 1 if it continues earlier work."""
@@ -48,23 +48,7 @@ class Console(Protocol):
         """Show that the running stage failed; it is retried if `attempt.next_in_s` is not None."""
 
 
-class SilentConsole:
-    """Shows nothing; the default."""
-
-    def stage_started(self, stage: str, *, attempt: int) -> None:
-        """Ignore."""
-
-    def stage_progress(self, stage: str, done: int, total: int, note: str) -> None:
-        """Ignore."""
-
-    def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
-        """Ignore."""
-
-    def stage_failed(self, stage: str, error: BaseException, attempt: Attempt) -> None:
-        """Ignore."""
-
-
-_console: Console = SilentConsole()
+_console = Console()
 
 
 def set_console(console: Console) -> None:
@@ -163,8 +147,7 @@ def _percent(done: int, total: int) -> float:
     return min(100.0, 100 * done / max(total, 1))
 
 
-# ---- latest ----
-# Deliver the newest value of a stream from a background thread, so that the producer never waits.
+# ---- delivery of the newest value ----
 
 
 T = TypeVar("T")
@@ -219,8 +202,7 @@ class Latest(Generic[T]):
                     self._waiting = [value]
 
 
-# ---- prefect view ----
-# Show a finished stage on its page in Prefect: counts, ledger and a link to MLflow.
+# ---- a finished stage's page in Prefect ----
 
 
 _TIMEOUT_S = 10.0
@@ -316,8 +298,8 @@ def ledger_rows(manifest: Manifest) -> list[dict[str, str | int]]:
     return rows
 
 
-# ---- prefect client ----
-# A client of Prefect's API that fails fast: one short attempt a request. Prefect's own client retries for minutes.
+# ---- requests to Prefect ----
+# Prefect's own client retries for minutes.
 
 
 @contextmanager

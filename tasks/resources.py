@@ -186,8 +186,7 @@ def _kept_signal_handlers() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-# ---- engines ----
-# Choose where a stage samples and judges: on this machine, or on the GPUs and nodes of a Ray cluster.
+# ---- engines and judges ----
 
 
 _STORE_BYTES = 128 << 20  # requests and answers; weights are read from the disk
@@ -255,9 +254,7 @@ def scorer_beside(
     return ray_scorer(job, folder, plan=plan, seed=seed, remote=remote_paths_of(workdir), key="sft")
 
 
-# ---- ray messages ----
-# Send the messages that Ray prints in its driver to our log instead of the terminal.
-#
+# ---- what Ray prints ----
 # `log_to_driver=False` silences the workers, but a thread of Ray still prints what the raylet reports.
 
 
@@ -306,8 +303,7 @@ class _WithoutRay:
         return getattr(self._stream, name)
 
 
-# ---- reaper ----
-# End a process's descendants when it ends, even if it is killed and cannot clean up itself.
+# ---- processes of a killed run ----
 
 
 _GRACE_S = 2.0

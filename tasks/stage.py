@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prefect import Task, task
 from prefect.client.schemas.objects import State, TaskRun
@@ -21,7 +22,7 @@ from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import Job
 from klear_core.errors import KlearError
-from klear_core.metrics import METRICS_FILE, MetricsFile, Telemetry, finite
+from klear_core.metrics import METRICS_FILE, MetricsFile, finite
 from klear_core.pipeline.graph import artifact_id, input_records, open_store, workspace_root
 from tasks import tracking
 from tasks.progress import Attempt, PrefectProgress, artifact_of_current_run, console, show_in_prefect
@@ -33,15 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class StageBody(Protocol):
-    """A core function with all arguments bound except its output folder and its telemetry."""
-
-    def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-        """Write the result under `workdir`, continuing from what an earlier attempt left there."""
-        ...
+Inputs = Mapping[str, ArtifactRef]
+StageTask = Task[[RunInfo, Any, Inputs], ArtifactRef]
+StageBody = Callable[..., StageSummary]
+"""Takes `workdir` and `telemetry`; writes the result there, continuing from what an earlier attempt left."""
 
 
-def run_stage(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: StageBody) -> ArtifactRef:
+def run_stage(info: RunInfo, job: Job, inputs: Inputs, body: StageBody) -> ArtifactRef:
     """Return the artifact of this job on these inputs: an existing one, or one that `body` builds.
 
     An artifact is published atomically. If two runs need the same one, one builds it and the other waits. A body that
@@ -69,12 +68,11 @@ def run_stage(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: 
 
 
 class StageTelemetry:
-    """Sends a stage's metrics to its metrics file and to MLflow, and its progress to Prefect and the console."""
+    """Writes a stage's metrics to its file, from which MLflow gets them, and shows its progress."""
 
-    def __init__(self, stage: str, metrics_file: Path, run: tracking.StageRun) -> None:
+    def __init__(self, stage: str, metrics_file: Path) -> None:
         self.stage = stage
         self._file = MetricsFile(metrics_file)
-        self._run = run
         self._prefect = PrefectProgress(stage, artifact_of_current_run(stage))
         self._last_step: int | None = None
         self._lock = threading.Lock()  # a stage may add numbers from a thread of its own
@@ -97,13 +95,11 @@ class StageTelemetry:
                 self._file.rewind(step)
             self._last_step = step
             self._file.append(finite_metrics, step=step)
-            self._run.log(finite_metrics, step=step)
 
     def add(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Log more numbers of a step in a row of their own; other rows stay. Only finite values are logged."""
         with self._lock:
             self._file.append(metrics, step=step)
-            self._run.log(finite(metrics), step=step)
 
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Show `done` of `total` units on the console and in Prefect."""
@@ -115,12 +111,12 @@ class StageTelemetry:
         self._prefect.close(is_done=is_done)
 
 
-def _build(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: StageBody, slot: LocalSlot) -> ArtifactRef:
+def _build(info: RunInfo, job: Job, inputs: Inputs, body: StageBody, slot: LocalSlot) -> ArtifactRef:
     started = time.monotonic()
     records = input_records(job, inputs, info.workspace)
     metrics_file = slot.workdir / METRICS_FILE  # part of the artifact, and of what a later attempt continues
     with tracking.stage_run(info, job, slot.fingerprint, records, metrics_file) as run:
-        summary = _run_body(body, slot.workdir, StageTelemetry(info.stage, metrics_file, run))
+        summary = _run_body(body, slot.workdir, StageTelemetry(info.stage, metrics_file))
         run.flush()  # before the manifest, so that its note names only what MLflow still lacks
         wall_s = round(time.monotonic() - started, 3)
         manifest = _manifest(info, job, slot, records, summary, run=run, wall_s=wall_s)
@@ -177,17 +173,25 @@ def _manifest(
     )
 
 
-# ---- task ----
-# Turn stages into Prefect tasks that are retried with backoff and cached by fingerprint.
+# ---- Prefect tasks: retries and cache ----
 
-
-Inputs = Mapping[str, ArtifactRef]
-StageTask = Task[[RunInfo, Any, Inputs], ArtifactRef]
 
 _FIRST_DELAY_S = 5.0
 """Seconds before the first retry; each later delay is twice the one before it."""
 _OURS_OR_THE_USERS = (ValidationError, TypeError, AttributeError, NameError, AssertionError, ImportError)
 """Errors that a retry would repeat: wrong settings, or bugs."""
+
+
+def stage(body: StageBody) -> StageTask:
+    """Make the task of a stage that is built by `body(job, inputs, *, workdir, telemetry)`, under the body's name."""
+
+    def run(info: RunInfo, job: Job, inputs: Inputs) -> ArtifactRef:
+        return run_stage(info, job, inputs, partial(body, job, inputs))
+
+    # Not `functools.wraps`: Prefect would take the body's parameters for those of the task.
+    run.__name__ = run.__qualname__ = body.__name__
+    run.__doc__ = body.__doc__
+    return stage_task(run)
 
 
 def stage_task(function: Callable[[RunInfo, Any, Inputs], ArtifactRef]) -> StageTask:

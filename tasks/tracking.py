@@ -1,7 +1,7 @@
 """Track runs in MLflow. Training never waits for it, and an outage of MLflow never ends a run.
 
-`metrics.jsonl` is the source of truth, MLflow a view of it. While MLflow does not answer, a running stage keeps its
-metrics in memory and an ended stage leaves a record on disk; this or a later stage or run sends them.
+`metrics.jsonl` is the source of truth, MLflow a view of it: a running stage's file is followed, and a stage that ends
+while MLflow does not answer leaves a record on disk, which this or a later stage or run sends.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from klear_core.errors import ConfigError
 from klear_core.metrics import read_metrics
 from klear_core.pipeline.graph import stages_of, workspace_root
 from klear_core.pipeline.preflight.checks import given_contamination
-from tasks.delivery import Connection, RunStatus, StageRun, TrackedRun, Undelivered, now_ms, server_name
-from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, mlflow_backend
+from tasks.delivery import Connection, StageRun, Undelivered, now_ms
+from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, RunStatus, TrackedRun, mlflow_backend, server_name
 
 if TYPE_CHECKING:
-    from klear_core.report.run.data import PairedDifference, ReportInputs, ScoreWarning, StageFolder
+    from klear_core.report.run.data import ComparedModels, ReportInputs, ScoreWarning, StageFolder
 
 __all__ = ["EXPERIMENT", "StageRun", "end_pipeline", "parent_run_id", "stage_run", "status_now", "tracking_uri"]
 
@@ -77,7 +77,7 @@ def stage_run(
             "metrics_file": str(metrics_file),
         }
     )
-    run = StageRun(_connection(info.workspace), record)
+    run = StageRun(_connection(uri, workspace_root(info.workspace)), record)
     run.start()
     # Once a stage was accepted the credentials are right; a later refusal must not end a run that has cost hours.
     if run.refusal and (uri, info.run_id) not in _parents:
@@ -106,16 +106,15 @@ def parent_run_id(info: RunInfo) -> str | None:
 def end_pipeline(info: RunInfo, status: RunStatus) -> None:
     """Close the pipeline's run if a stage opened it or left a record, and log what MLflow has not received."""
     record = _record_of(info).model_copy(update={"status": status, "ended_ms": now_ms()})
-    undelivered = _undelivered(info.workspace)
+    root = workspace_root(info.workspace)
+    undelivered = _undelivered(root)
     has_waiting_stage = any(r.run_id == info.run_id for r in undelivered.records(record.server))
     if parent_run_id(info) is None and not has_waiting_stage:
         return
     undelivered.save(record)
-    connection = _connection(info.workspace)
+    connection = _connection(tracking_uri(info.workspace), root)
     connection.allow_try()  # the last chance of this run, however recent a failure is
-    connection.deliver_waiting(
-        current_run=info.run_id, except_stage=None
-    )  # the stages' records, and then the run's own
+    connection.deliver_waiting(current_run=info.run_id, except_stage=None)  # the stages' records, and then the run's
     left = undelivered.records(record.server)
     if left:
         num_rows = sum(len(read_metrics(Path(r.metrics_file))) for r in left if r.metrics_file)
@@ -155,22 +154,17 @@ def _record_of(info: RunInfo) -> TrackedRun:
     )
 
 
-_connections: dict[tuple[str, Path], Connection] = {}
+@cache
+def _connection(uri: str, root: Path) -> Connection:
+    """Return the connection that all stages of this process share."""
+    return Connection(mlflow_backend(uri, root), _undelivered(root), server_name(uri))
 
 
-def _connection(workspace: WorkspaceConfig) -> Connection:
-    uri, root = tracking_uri(workspace), workspace_root(workspace)
-    if (uri, root) not in _connections:
-        _connections[uri, root] = Connection(mlflow_backend(uri, root), _undelivered(workspace), server_name(uri))
-    return _connections[uri, root]
+def _undelivered(root: Path) -> Undelivered:
+    return Undelivered(root / "mlflow" / "undelivered")
 
 
-def _undelivered(workspace: WorkspaceConfig) -> Undelivered:
-    return Undelivered(workspace_root(workspace) / "mlflow" / "undelivered")
-
-
-# ---- run info ----
-# Define the context of a stage: workspace, pipeline run, and name in it. None of it changes a result.
+# ---- the context of a stage ----
 
 
 class RunInfo(Settings):
@@ -190,8 +184,7 @@ class RunInfo(Settings):
     """The flow run's page in Prefect's UI; empty without a server."""
 
 
-# ---- provenance ----
-# Read the git commit of the code and the versions of its libraries, for an artifact's manifest.
+# ---- commit and versions, for manifests ----
 
 
 LIBRARIES = (
@@ -251,7 +244,7 @@ def _git(*args: str) -> str:
 
 
 # ---- interrupts ----
-# Recognize Ctrl-C even if a library wrapped it: native code turns an exception raised inside it into a SystemError.
+# Native code turns an exception raised inside it into a SystemError.
 
 
 def is_interrupt(error: BaseException | None) -> bool:
@@ -265,8 +258,8 @@ def is_interrupt(error: BaseException | None) -> bool:
     return False
 
 
-# ---- report inputs ----
-# Build the input of the report and of the terminal's result. Imports no Prefect: a run that only reuses needs none.
+# ---- input of the report and of the terminal's result ----
+# Without Prefect, which a run that only reuses does not import.
 
 
 _PUBLISHED = Path(__file__).parents[1] / "flows" / "profiles" / "published.toml"
@@ -326,13 +319,13 @@ def _score_warnings(config: PipelineConfig, inputs: Mapping[str, ArtifactRef]) -
             yield ScoreWarning(where=where, text=exposure.warning, scored_by=tuple(scored), benchmarks=benchmarks)
 
 
-def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[PairedDifference]:
+def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[ComparedModels]:
     """Yield the paired differences of each evaluated model to the previous one, and of the last to the first.
 
     `scores` are the evaluations by the stage that made the model, in pipeline order.
     """
     from klear_core.evaluate.compare.paired import compare_pairs
-    from klear_core.report.run.data import PairedDifference
+    from klear_core.report.run.data import ComparedModels
 
     names = list(scores)
     pairs = list(itertools.pairwise(names))
@@ -341,19 +334,5 @@ def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[PairedDifference
     # in one call, because p-values are corrected for all comparisons of the report
     compared = compare_pairs([(scores[before].path, scores[after].path) for before, after in pairs])
     for (before, after), comparisons in zip(pairs, compared, strict=True):
-        for c in comparisons:
-            yield PairedDifference(
-                benchmark=c.benchmark,
-                decoding=c.decoding,
-                before=before,
-                after=after,
-                value=c.difference,
-                rerun=c.rerun,
-                new_problems=c.new_problems,
-                floor_binds=c.floor_binds,
-                p_corrected=c.p_corrected,
-                num_changed=c.num_changed,
-                confidence=c.confidence,
-                num_problems=c.num_problems,
-                is_same_decoding=c.is_same_decoding,
-            )
+        for comparison in comparisons:
+            yield ComparedModels(before=before, after=after, scores=comparison)

@@ -16,7 +16,8 @@ from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.stage import EvaluateJob
 from klear_core.config.train import HfModelConfig
 from klear_core.config.verify import VerifyConfig
-from klear_core.evaluate.score import make_report, tally
+from klear_core.evaluate.counts import tally
+from klear_core.evaluate.score import make_report
 from klear_core.metrics import NullTelemetry
 from klear_core.scores import JudgeRecord, TemplateScore, write_reports
 from klear_core.train.base_model import take_model

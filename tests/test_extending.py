@@ -99,7 +99,7 @@ def test_a_stage_touches_four_source_files():
         "klear_core/config/stage.py",
         "klear_core/distill/measure.py",
         "klear_core/pipeline/graph.py",
-        "tasks/measure.py",
+        "tasks/stages.py",
     ]
 
 

@@ -1,7 +1,8 @@
-"""docs/tour.md points at code that is there, and no page links to a file that is not."""
+"""docs/tour.md points at code that is there and leaves out none that RL needs; no page links to a missing file."""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,88 @@ def test_the_links_of_a_page_lead_to_files(page: Path):
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\((?!https?://)([^)#]+)", prose)
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+Function = tuple[str, str]
+"""A file, and the name in it of a function, a class or (as `Class.method`) a method."""
+
+
+def files_of_rl() -> dict[str, ast.Module]:
+    """Only `rl/` can lead to its own losses, because nothing below imports it; `train/` is what it stands on."""
+    files = [file for room in ("rl", "train") for file in sorted((ROOT / "klear_core" / room).glob("*.py"))]
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
+
+
+def definitions(files: dict[str, ast.Module]) -> Iterator[tuple[Function, ast.AST]]:
+    for file, tree in files.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield (file, node.name), node
+            elif isinstance(node, ast.ClassDef):
+                yield (file, node.name), ast.Pass()
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+                        yield (file, f"{node.name}.{method.name}"), method
+
+
+def names_in(file: str, tree: ast.Module) -> dict[str, Function]:
+    """What each name of a file means, whether it is imported (anywhere in it) or defined there."""
+    names = {
+        node.name: (file, node.name)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            path = f"{node.module.replace('.', '/')}.py"
+            names |= {alias.name: (path, alias.name) for alias in node.names}
+    return names
+
+
+def calls() -> dict[Function, set[Function]]:
+    """Which functions each function names; `x.step` may be that method of any class that its file knows by name."""
+    files = files_of_rl()
+    known = dict(definitions(files))
+    found: dict[Function, set[Function]] = {}
+    for (file, name), node in known.items():
+        names = names_in(file, files[file])
+        used = {names[n.id] for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in names}
+        attributes = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+        used |= {(path, f"{owner}.{attribute}") for path, owner in names.values() for attribute in attributes}
+        if isinstance(node, ast.Pass):  # a class: to call it is to call its __init__
+            used.add((file, f"{name}.__init__"))
+        found[file, name] = used & known.keys()
+    return found
+
+
+def reached(start: Function, edges: dict[Function, set[Function]]) -> set[Function]:
+    seen: set[Function] = set()
+    ahead = [start]
+    while ahead:
+        function = ahead.pop()
+        if function not in seen:
+            seen.add(function)
+            ahead += edges.get(function, set())
+    return seen
+
+
+def test_rl_end_to_end_lists_the_file_of_every_function_from_train_rl_to_token_loss():
+    edges = calls()
+    callers: dict[Function, set[Function]] = {}
+    for caller, callees in edges.items():
+        for callee in callees:
+            callers.setdefault(callee, set()).add(caller)
+    start, end = ("klear_core/rl/loop.py", "train_rl"), ("klear_core/rl/losses.py", "token_loss")
+    on_the_way = reached(start, edges) & reached(end, callers)
+    # If the walk breaks, it finds less: these are on any way.
+    assert {name for _, name in on_the_way} >= {
+        "train_rl",
+        "run_steps",
+        "LearnerHandle.step",
+        "Learner.step",
+        "loss_head",
+    }
+    needed = {file for function in on_the_way for file, _ in {function, *edges[function]}}
+    listed = set(re.findall(r"\]\(\.\./([\w/]+\.py)\)", TOUR.partition("## RL end to end")[2]))
+    assert needed <= listed
+    assert len(listed) <= 20

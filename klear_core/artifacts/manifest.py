@@ -1,4 +1,4 @@
-"""Describe immutable, content-addressed results of stages, their ledger, and the interface of their store.
+"""Describe immutable, content-addressed results of stages, and their ledger.
 
 An artifact is a folder that a stage wrote, with a manifest. It is addressed by its fingerprint: a hash of what it is
 made from (kind, code version, settings that change the result, inputs), so that it can be computed before anything has
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 from urllib.parse import unquote, urlparse
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
@@ -41,6 +41,14 @@ class LedgerStep(Settings):
     noted: dict[str, int] = {}
     """Counts of items that were kept all the same (cut, retried, wrong but kept); not part of the sum."""
 
+    @classmethod
+    def of(
+        cls, step: str, unit: str, *, num_in: int, dropped: Mapping[str, int], noted: Mapping[str, int] | None = None
+    ) -> Self:
+        """Return the step in which all items that were not dropped came out."""
+        num_out = num_in - sum(dropped.values())
+        return cls(step=step, unit=unit, num_in=num_in, num_out=num_out, dropped=dict(dropped), noted=dict(noted or {}))
+
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
         lost = sum(self.dropped.values())
@@ -49,6 +57,47 @@ class LedgerStep(Settings):
                 f"ledger step {self.step!r} does not add up: {self.num_in} in, {self.num_out} out, {lost} dropped"
             )
         return self
+
+
+@dataclass(slots=True)
+class DropCounts:
+    """Counts what the steps of a stage drop, by reason, and keeps the first dropped item of each step."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """By step and reason: `select/wrong`."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """First dropped item by step, with its id or place."""
+
+    def count(self, step: str, reason: str, count: int = 1, *, example: str = "") -> None:
+        """Count items that a step dropped for this reason."""
+        self.counts[f"{step}/{reason}"] += count
+        if example:
+            self.examples.setdefault(step, example)
+
+    def add(self, later: DropCounts) -> None:
+        """Add the counts of items that came after those counted so far."""
+        self.counts.update(later.counts)
+        self.examples = later.examples | self.examples
+
+    def of(self, *steps: str) -> dict[str, int]:
+        """Return what these steps dropped by reason, in the order of the first drops and without counts of zero."""
+        found: Counter[str] = Counter()
+        for step in steps:
+            for name, n in self.counts.items():
+                if n and name.startswith(f"{step}/"):
+                    found[name.removeprefix(f"{step}/")] += n
+        return dict(found)
+
+    def ledger(
+        self, units: Mapping[str, str], *, num_in: int, noted: Mapping[str, Mapping[str, int]]
+    ) -> tuple[LedgerStep, ...]:
+        """Return the ledger of steps that follow one another, by name with their units; reasons in name order."""
+        steps: list[LedgerStep] = []
+        for step, unit in units.items():
+            dropped = dict(sorted(self.of(step).items()))
+            steps.append(LedgerStep.of(step, unit, num_in=num_in, dropped=dropped, noted=noted.get(step, {})))
+            num_in = steps[-1].num_out
+        return tuple(steps)
 
 
 class FileRecord(Settings):
@@ -181,41 +230,6 @@ def file_ref(path: str, *, cache: Path | None = None) -> ArtifactId:
     return ArtifactId(kind="file", fingerprint=content_digest(Path(path), cache=cache))
 
 
-class Slot(Protocol):
-    """The right to build one artifact, or the artifact that is already there."""
-
-    @property
-    def ref(self) -> ArtifactRef | None:
-        """The finished artifact, if it existed already or another process built it while this one waited."""
-
-    @property
-    def workdir(self) -> Path:
-        """The folder to build in; holds what an earlier, interrupted attempt left."""
-
-    @property
-    def attempt(self) -> int:
-        """Number of this attempt: 1 for the first build of this artifact."""
-
-    def publish(self, manifest: Manifest) -> ArtifactRef:
-        """Make the artifact visible, complete and in one step."""
-
-
-class ArtifactStore(Protocol):
-    """Stores artifacts by kind and fingerprint."""
-
-    def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
-        """Return the artifact if it exists; `verify` tells whether its files are unchanged."""
-
-    def create(self, kind: str, fingerprint: str) -> AbstractContextManager[Slot]:
-        """Take the right to build an artifact; without `publish` nothing becomes visible."""
-
-    def verify(self, ref: ArtifactRef) -> None:
-        """Raise ArtifactError, with its name, for a file that is missing, altered or extra."""
-
-    def manifest(self, ref: ArtifactRef) -> Manifest:
-        """Return the artifact's manifest."""
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of an artifact's folder. ArtifactError if it is missing, altered or not a manifest."""
     path = folder / MANIFEST
@@ -257,48 +271,38 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST_SUM).write_text(f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n")
 
 
-# ---- floors ----
+# ---- yield ----
 # Stop a stage that would lose almost all of its input, and warn of one that loses much.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Yield:
-    """The share of `num_in` items that were kept, and why the others were lost."""
+def check_yield(
+    step: LedgerStep, what: str, floor: YieldLimits, *, key: str, remedy: str, example: str = ""
+) -> tuple[str, ...]:
+    """Return a warning if the share that a step kept is below `floor.warn_below`; see `yield_text`.
 
-    what: str
-    """The items, in words that follow a number: `rows of source 'a' can be used`."""
-    num_in: int
-    lost: Mapping[str, int]
-    """Count by reason."""
-    example: str = ""
-    """A lost item, with its id or place."""
-
-    @property
-    def num_out(self) -> int:
-        """Number of items that were kept."""
-        return self.num_in - sum(self.lost.values())
-
-    def __str__(self) -> str:
-        reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(self.lost.items(), key=lambda item: -item[1]))
-        lost = f"; lost: {reasons}" if reasons else ""
-        example = f"; the first: {self.example}" if self.example else ""
-        return f"{self.num_out:,} of {self.num_in:,} {self.what}{lost}{example}"
-
-
-def check_yield(share: Yield, floor: YieldLimits, *, key: str, remedy: str) -> tuple[str, ...]:
-    """Return a warning if the share is below `floor.warn_below`; `key` is the floor's place in the settings.
-
-    DataError if nothing is left, whatever the floor, or less than `floor.stop_below`.
+    DataError if nothing is left, whatever the floor, or less than `floor.stop_below`. `key` is the floor's place in the
+    settings.
     """
-    frac = share.num_out / share.num_in if share.num_in else 0.0
+    text, frac = yield_text(step, what, example=example), step.num_out / max(step.num_in, 1)
     # Also with `stop_below = 0`: nothing can be made from nothing.
-    if share.num_out == 0:
-        raise DataError(f"{share}. {remedy}")
+    if step.num_out == 0:
+        raise DataError(f"{text}. {remedy}")
     if frac < floor.stop_below:
         raise DataError(
-            f"{share}; that is {frac:.1%}, less than {key}.stop_below = {floor.stop_below:g}. "
+            f"{text}; that is {frac:.1%}, less than {key}.stop_below = {floor.stop_below:g}. "
             f"{remedy}, or lower that setting"
         )
     if frac < floor.warn_below:
-        return (f"{share}; that is {frac:.1%}, less than {key}.warn_below = {floor.warn_below:g}",)
+        return (f"{text}; that is {frac:.1%}, less than {key}.warn_below = {floor.warn_below:g}",)
     return ()
+
+
+def yield_text(step: LedgerStep, what: str, *, example: str = "") -> str:
+    """Return how much a step kept and why the rest was lost: `8 of 10 rows can be used; lost: 2 not_json`.
+
+    `what` names the items, `example` a lost one with its id or place.
+    """
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(step.dropped.items(), key=lambda item: -item[1]))
+    lost = f"; lost: {reasons}" if reasons else ""
+    first = f"; the first: {example}" if example else ""
+    return f"{step.num_out:,} of {step.num_in:,} {what}{lost}{first}"

@@ -7,12 +7,12 @@ import os
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from logging.handlers import QueueHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -24,16 +24,18 @@ from klear_core.config.train import TrainRuntime
 from klear_core.generate.engine import WeightOffer
 from klear_core.metrics import Heartbeat, NullTelemetry, heartbeat
 from klear_core.rl.interfaces import RlSetup
-from klear_core.types import TrainSample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from klear_core.generate.weight_transfer import WeightServer
-    from klear_core.train.checkpoint import Counters
+    from klear_core.rl.learner import Learner
     from klear_core.train.distributed import Body
 
 LOGGER = "klear_core"
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +146,6 @@ def _portable(error: Exception, rank: int) -> Exception:
     return error
 
 
-# ---- actors ----
-# Define the code that runs inside the learner's Ray actors, a thin wrapper around a plain class; imports no Ray.
-
-
 Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
 """Weights as (torch dtype, numpy array) by name. Ray shares numpy arrays between processes and pickles tensors."""
 
@@ -206,17 +204,9 @@ class LearnerActor(RankActor):
         self._setup = setup
         self._server: WeightServer | None = None
 
-    def restore(self) -> Counters | None:
-        """Restore the newest checkpoint; see `Learner.restore`."""
-        return self._learner.restore()
-
-    def notes(self) -> tuple[str, ...]:
-        """Return notes for the stage's manifest, the same on each rank."""
-        return self._learner.notes
-
-    def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Do one RL step; see `Learner.step`."""
-        return self._learner.step(samples)
+    def call(self, method: Callable[[Learner, *Args], T], *args: *Args) -> T:
+        """Call `method` with this rank's learner; see `LearnerHandle.call`."""
+        return method(self._learner, *args)
 
     def weights(self, num_parts: int) -> tuple[bool | Arrays, ...]:
         """Return True and the weights in so many parts, each an object of its own.
@@ -252,10 +242,6 @@ class LearnerActor(RankActor):
             pass
         return []
 
-    def distance(self, samples: Sequence[TrainSample]) -> float:
-        """Compare with the sampler's log-probs; see `Learner.distance`."""
-        return self._learner.distance(samples)
-
     def offer_known(self) -> tuple[WeightOffer, str]:
         """Return an offer of known tensors, which `send_known` then sends, and their digest. For rank 0 only."""
         from klear_core.generate.weight_transfer import (
@@ -284,10 +270,6 @@ class LearnerActor(RankActor):
 
         on_device = ((name, tensor.to(self._world.device)) for name, tensor in known_tensors().items())
         return self._check_server.send(offer, on_device, engines)
-
-    def save(self, counters: Counters) -> None:
-        """Save a checkpoint; see `Learner.save`."""
-        self._learner.save(counters)
 
     def export(self, target: Path) -> tuple[FileRecord, ...]:
         """Write the model folder; see `Learner.export`. Rank 0 returns the files, for a driver with another disk."""

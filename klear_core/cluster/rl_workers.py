@@ -28,15 +28,23 @@ from klear_core.generate.factory import num_slots
 from klear_core.generate.pool import EngineLost, EnginePool
 from klear_core.hf_config import read_hf_config
 from klear_core.metrics import NullTelemetry
-from klear_core.rl.interfaces import LearnerHandle, LearnerLost, RlSetup, check_engine
+from klear_core.rl.interfaces import Args, LearnerHandle, LearnerLost, RlSetup, T, check_engine
 from klear_core.train.base_model import model_folder
-from klear_core.types import Completion, TrainSample
+from klear_core.types import Completion
 from klear_core.verify import JudgePool
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from klear_core.rl.learner import Learner
     from klear_core.train.checkpoint import Counters
+
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 256 << 20
+"""Size of the objects in which weights go through Ray's object store."""
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class RayWorkers:
@@ -86,19 +94,8 @@ class RayWorkers:
             self._learner.close()
 
 
-# ---- rl learner ----
-# Run the learner as one Ray actor per rank.
-
-
-log = logging.getLogger(__name__)
-
-PART_BYTES = 256 << 20
-"""Size of the objects in which weights go through Ray's object store."""
-_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-class RayLearner:
-    """A `LearnerHandle` over one actor per rank. If one dies, all restart: a process group cannot replace a rank."""
+class RayLearner(LearnerHandle):
+    """Run the learner as one actor per rank. If one dies, all restart: a process group cannot replace a rank."""
 
     def __init__(
         self,
@@ -114,6 +111,7 @@ class RayLearner:
 
         `plan` chooses the places of ranks and engines; see `Gang`. Objects of the store have about `part_bytes`.
         """
+        super().__init__()
         self.is_direct = is_direct
         """Whether weights go directly to the engines; `check_direct` may change it before the first weights."""
         self._setup = setup
@@ -123,7 +121,6 @@ class RayLearner:
         """Held during a call: restarted engines ask for weights while the loop makes other calls."""
         self._lost: LearnerLost | None = None
         """Raised by every call until `restore`: an engine's call may get it first, and the loop must get it too."""
-        self._notes: list[str] = []
         self._gang = Gang(LearnerActor, setup.cfg.runtime, gpus_per_rank=num_gpus, telemetry=NullTelemetry(), plan=plan)
 
     async def reserve(self) -> None:
@@ -151,25 +148,7 @@ class RayLearner:
     async def restore(self) -> Counters | None:
         """Restore the newest checkpoint on all ranks; see `LearnerHandle.restore`."""
         self._lost = None  # the loop knows by now, and the ranks get the checkpoint's weights next
-        results = await self._call_all(lambda rank: rank.restore.remote(), "restore a checkpoint")
-        found: Counters | None = results[0]
-        return found
-
-    async def notes(self) -> tuple[str, ...]:
-        """Return notes for the stage's manifest; see `LearnerHandle.notes`."""
-        results: list[tuple[str, ...]] = await self._call_all(lambda rank: rank.notes.remote(), "send its notes")
-        return (*results[0], *self._notes)
-
-    def add_note(self, note: str) -> None:
-        """Add a note for the stage's manifest, unless it is empty."""
-        self._notes += [note] if note else []
-
-    async def distance(self, samples: Sequence[TrainSample]) -> float:
-        """Compare with the sampler's log-probs on all ranks; see `LearnerHandle.distance`."""
-        stored = ray.put(samples)
-        results = await self._call_all(lambda rank: rank.distance.remote(stored), "compute log-probs")
-        largest: float = results[0]
-        return largest
+        return await super().restore()
 
     async def check_direct(self, engines: Mapping[int, Any]) -> None:
         """Send known tensors directly to these actors; if not all receive them, use the object store from now on."""
@@ -204,14 +183,12 @@ class RayLearner:
         failures += [f"{rollout_name(i)} was lost" for i in lost if i in found and i not in wrong]
         return "; ".join(failures)
 
-    async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Do one RL step on all ranks; see `LearnerHandle.step`."""
-        return await self._step(ray.put(samples))  # stored once for all ranks
-
-    async def _step(self, samples: ray.ObjectRef) -> dict[str, float]:
-        results = await self._call_all(lambda rank: rank.step.remote(samples), "do the updates of an RL step")
-        metrics: dict[str, float] = results[0]  # metrics are sums over all ranks, the same on each
-        return metrics
+    async def call(self, what: str, method: Callable[[Learner, *Args], T], *args: *Args) -> T:
+        """Call `method` with the learner of each rank, once no other call runs; return rank 0's result."""
+        stored = [ray.put(arg) for arg in args]  # stored once for all ranks
+        results = await self._call_all(lambda rank: rank.call.remote(method, *stored), what)
+        first: T = results[0]
+        return first
 
     async def weights(self) -> WeightSource:
         """Return weights in the object store or an offer to fetch them; see `LearnerHandle.weights`."""
@@ -242,10 +219,6 @@ class RayLearner:
             # The engines' timeout begins only now: while the learner sends, it knows whether there is progress.
             failed |= await self._failures(fetching, "fetch its weights")
         return failed
-
-    async def save(self, counters: Counters) -> None:
-        """Save a checkpoint; see `LearnerHandle.save`."""
-        await self._call_all(lambda rank: rank.save.remote(counters), "save a checkpoint")
 
     async def export(self, target: Path) -> None:
         """Write the model folder; see `LearnerHandle.export`."""
@@ -300,12 +273,8 @@ class RayLearner:
         return {i: outcome for i, outcome in zip(calls, outcomes, strict=True) if isinstance(outcome, BaseException)}
 
 
-# ---- rollout engines ----
-# Run an RL stage's sampling engines as Ray actors whose weights follow the learner's.
-
-
 class RayRolloutEngines:
-    """A pool of rollout actors as one `TrainableEngine`."""
+    """A pool of rollout actors as one `TrainableEngine`, whose weights follow the learner's."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from klear_core.artifacts.manifest import LedgerStep, Manifest, StageSummary, Yield, read_manifest
+from klear_core.artifacts.manifest import LedgerStep, Manifest, StageSummary, read_manifest, yield_text
 from klear_core.artifacts.records import read_shards, shard_name, write_shard
 from klear_core.artifacts.store import SCRATCH
 from klear_core.config.curate import DifficultyConfig
@@ -76,14 +76,9 @@ def prepare_benchmarks(
 
 def _ledger_step(benchmark: str, num_problems: int, num_outside: int, check: ReferenceCheck) -> LedgerStep:
     # A problem with a bad reference stays in its benchmark: its answers are counted as unscored.
-    return LedgerStep(
-        step=_READ + benchmark,
-        unit="problem",
-        num_in=num_problems + num_outside,
-        num_out=num_problems,
-        dropped={"outside_window": num_outside} if num_outside else {},
-        noted=check.counts,
-    )
+    dropped = {"outside_window": num_outside} if num_outside else {}
+    num_rows = num_problems + num_outside
+    return LedgerStep.of(_READ + benchmark, "problem", num_in=num_rows, dropped=dropped, noted=check.counts)
 
 
 def recheck_references(artifact: Path, runtime: BenchmarksRuntime) -> None:
@@ -187,9 +182,9 @@ def _candidates_of(
         candidates[row.problem_id] = row
     if unusable:
         lost = Counter(row.reason for row in unusable)
-        num_in = len(candidates) + len(unusable)
-        share = Yield(what=f"rows of benchmark {benchmark.name} can be used", num_in=num_in, lost=lost)
-        raise DataError(f"{share}. A benchmark must be whole: {listed([row.detail for row in unusable])}")
+        read = LedgerStep.of(READ, "row", num_in=len(candidates) + len(unusable), dropped=lost)
+        text = yield_text(read, f"rows of benchmark {benchmark.name} can be used")
+        raise DataError(f"{text}. A benchmark must be whole: {listed([row.detail for row in unusable])}")
     _check_count(benchmark, len(candidates), outside)
     return list(candidates.values())
 
@@ -296,15 +291,16 @@ def check_references(
     notes, can_run_tests = _prepare(problems, judges, benchmark)
     faults = faulty_references(problems, judges, run_tests=can_run_tests)
     counts = dict(Counter(str(verdict.outcome) for _, verdict in faults))
-    share = Yield(what=f"references of benchmark {benchmark} can be judged", num_in=len(problems), lost=counts)
+    judged = LedgerStep.of("check_references", "problem", num_in=len(problems), dropped=counts)
+    text = yield_text(judged, f"references of benchmark {benchmark} can be judged")
     which = listed([f"problem {p.problem_id} ({p.question[:60]!r}): {v.outcome}: {v.detail}" for p, v in faults])
-    if len(faults) > max_unscored_rate * len(problems) or share.num_out == 0:
+    if len(faults) > max_unscored_rate * len(problems) or judged.num_out == 0:
         raise DataError(
-            f"{share}; evaluation would stop after all the training, for evaluate.max_unscored_rate is "
+            f"{text}; evaluation would stop after all the training, for evaluate.max_unscored_rate is "
             f"{max_unscored_rate:g}. Repair or remove these rows, or raise that setting: {which}"
         )
     if faults:
-        notes += (f"{share}; answers to the others will be in no score: {which}",)
+        notes += (f"{text}; answers to the others will be in no score: {which}",)
     return ReferenceCheck(counts=counts, notes=notes)
 
 

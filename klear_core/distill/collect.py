@@ -95,7 +95,7 @@ def distill(
         return summary
     counted = {"other_difficulty": len(offered) - len(tagged), "over_max_problems": len(tagged) - len(chosen)}
     left_out = {reason: count for reason, count in counted.items() if count}
-    limit = LedgerStep(step="limit", unit="problem", num_in=len(offered), num_out=len(chosen), dropped=left_out)
+    limit = LedgerStep.of("limit", "problem", num_in=len(offered), dropped=left_out)
     return summary.model_copy(update={"ledger": (limit, *summary.ledger)})
 
 

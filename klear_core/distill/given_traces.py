@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from klear_core.artifacts.manifest import LedgerStep, StageSummary, Yield, check_yield
+from klear_core.artifacts.manifest import LedgerStep, StageSummary, check_yield
 from klear_core.artifacts.records import write_shard
 from klear_core.config.curate import DecontaminateConfig
 from klear_core.config.data import FileSource, HubSource
@@ -87,53 +87,41 @@ class _Taken:
         """Return counts, ledger and warnings; raise DataError if too little is usable."""
         read, clean, whole = map(self._reasons_at, _STEPS)
         num_rows = self.rows_of.total()
-        num_read = num_rows - read.total()
         rows = {f"rows_of_{name}": n for name, n in self.rows_of.items()}
-        ledger = (
-            LedgerStep(step=READ, unit="row", num_in=num_rows, num_out=num_read, dropped=dict(read), noted=rows),
-            LedgerStep(
-                step=_DECONTAMINATE,
-                unit="row",
-                num_in=num_read,
-                num_out=num_read - clean.total(),
-                dropped=dict(clean),
-            ),
-            LedgerStep(
-                step=_COMPLETE,
-                unit="trace",
-                num_in=self.num_replies,
-                num_out=self.num_traces,
-                dropped=dict(whole),
-                noted=dict(self.noted),
-            ),
+        reading = LedgerStep.of(READ, "row", num_in=num_rows, dropped=read, noted=rows)
+        cleaning = LedgerStep.of(_DECONTAMINATE, "row", num_in=reading.num_out, dropped=clean)
+        # Both numbers were counted, so this step checks the counts of drops.
+        completing = LedgerStep(
+            step=_COMPLETE,
+            unit="trace",
+            num_in=self.num_replies,
+            num_out=self.num_traces,
+            dropped=dict(whole),
+            noted=dict(self.noted),
         )
         warnings = (
-            *self._checked(READ, "rows of the given traces can be used", num_rows, floors[0]),
-            *self._checked(_COMPLETE, "given traces are whole", self.num_replies, floors[1]),
+            *self._checked(reading, "rows of the given traces can be used", floors[0]),
+            *self._checked(completing, "given traces are whole", floors[1]),
         )
         if not self.num_traces:
             raise DataError(f"no trace is left of {num_rows} rows: {dict(read + clean + whole)}")
         counts = {"problems": len(self.samples_of), "traces": self.num_traces, "words": self.num_words}
         return StageSummary(
             counts=counts | {"protected_questions": num_protected},
-            ledger=ledger,
+            ledger=(reading, cleaning, completing),
             notes=(*warnings, *self._notes()),
         )
 
     def _reasons_at(self, step: str) -> Counter[str]:
         return Counter(drop.reason for drop in self.dropped if drop.step == step)
 
-    def _checked(self, step: str, what: str, num_in: int, floor: YieldLimits) -> tuple[str, ...]:
-        drops = [drop for drop in self.dropped if drop.step == step]
-        share = Yield(
-            what=what,
-            num_in=num_in,
-            lost=self._reasons_at(step),
-            example=drops[0].detail if drops else "",
-        )
-        key = "curate.runtime.read" if step == READ else "distill.runtime.complete"
+    def _checked(self, step: LedgerStep, what: str, floor: YieldLimits) -> tuple[str, ...]:
+        if not step.num_in:
+            return ()
+        example = next((drop.detail for drop in self.dropped if drop.step == step.step), "")
+        key = "curate.runtime.read" if step.step == READ else "distill.runtime.complete"
         remedy = "Repair the files, or name others in given.distill"
-        return check_yield(share, floor, key=key, remedy=remedy) if num_in else ()
+        return check_yield(step, what, floor, key=key, remedy=remedy, example=example)
 
     def _notes(self) -> list[str]:
         num_plain = self.noted["without_reasoning"]

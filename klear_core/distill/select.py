@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from klear_core.artifacts.manifest import LedgerStep, Yield, check_yield
+from klear_core.artifacts.manifest import DropCounts, LedgerStep, check_yield
 from klear_core.config.distill import DistillRuntime, IncompleteReason, SelectConfig
 from klear_core.distill.teachers.teacher import OVER_BUDGET, Usage
 from klear_core.errors import DataError, JudgeError, TeacherError
@@ -81,7 +81,8 @@ def dropped(problem_id: str, sample_idx: int, *, step: str, reason: str, detail:
 # Count the samples of distillation: every requested sample is a trace or is dropped for a counted reason.
 
 
-STEPS = ("ask", "complete", "judge", "select")
+_TO_COMPLETE = ("ask", "complete", "judge")
+STEPS = (*_TO_COMPLETE, "select")
 """Steps that a sample passes: the teacher replies, the reply is complete, it is judged, the policy keeps it."""
 
 
@@ -95,9 +96,7 @@ class TraceCounts:
         """Number of correct answers by difficulty."""
         self.num_judged: Counter[str] = Counter()
         """Number of answers judged correct or wrong by difficulty, kept or not."""
-        self._first_lost: dict[str, str] = {}
-        """First dropped sample of each step, as text with its problem id."""
-        self._dropped: dict[str, Counter[str]] = {step: Counter() for step in STEPS}
+        self.drops = DropCounts()
         self._noted: dict[str, Counter[str]] = {step: Counter() for step in STEPS}
 
     def add(self, traces: Iterable[TeacherTrace], dropped: Iterable[Dropped]) -> None:
@@ -105,8 +104,8 @@ class TraceCounts:
         for trace in traces:
             self._add_trace(trace)
         for drop in dropped:
-            self._dropped[drop.step][drop.reason] += 1
-            self._first_lost.setdefault(drop.step, f"problem {drop.problem_id}, {drop.reason}, {drop.detail}")
+            example = f"problem {drop.problem_id}, {drop.reason}, {drop.detail}"
+            self.drops.count(drop.step, drop.reason, example=example)
             # Wrong answers that the policy drops were judged too; their reason is `wrong_<difficulty>`.
             kind, _, difficulty = drop.reason.partition("_")
             if drop.step == "select" and kind == "wrong":
@@ -118,10 +117,8 @@ class TraceCounts:
         self.num_tokens += later.num_tokens
         self.num_correct += later.num_correct
         self.num_judged += later.num_judged
-        # The right operand wins, so the examples stay those of the earlier shards.
-        self._first_lost = later._first_lost | self._first_lost
+        self.drops.add(later.drops)
         for step in STEPS:
-            self._dropped[step] += later._dropped[step]
             self._noted[step] += later._noted[step]
 
     def _add_trace(self, trace: TeacherTrace) -> None:
@@ -142,43 +139,32 @@ class TraceCounts:
     @property
     def num_asked(self) -> int:
         """Return the number of requested samples in the counted shards."""
-        return self.num_traces + sum(dropped.total() for dropped in self._dropped.values())
+        return self.num_traces + self.drops.counts.total()
 
-    def complete(self) -> Yield:
-        """Return the share of samples with a complete, judged answer."""
-        steps = [step for step in STEPS if step != "select"]
-        lost = sum((self._dropped[step] for step in steps), Counter[str]())
-        example = next((self._first_lost[step] for step in steps if step in self._first_lost), "")
-        return Yield(
-            what="answers of the teacher are complete and judged", num_in=self.num_asked, lost=lost, example=example
-        )
+    def complete(self) -> LedgerStep:
+        """Return how many samples have a complete, judged answer."""
+        return LedgerStep.of("complete", "trace", num_in=self.num_asked, dropped=self.drops.of(*_TO_COMPLETE))
 
-    def selected(self) -> Yield:
-        """Return the share of complete, judged answers that the policy keeps."""
-        example = self._first_lost.get("select", "")
-        what = "complete answers are kept by distill.select"
-        return Yield(what=what, num_in=self.complete().num_out, lost=self._dropped["select"], example=example)
+    def selected(self) -> LedgerStep:
+        """Return how many complete, judged answers the policy keeps."""
+        num_complete = self.complete().num_out
+        return LedgerStep.of("select", "trace", num_in=num_complete, dropped=self.drops.of("select"))
 
     def ledger(self) -> tuple[LedgerStep, ...]:
         """Return one entry per step, in order; each step's output count is the next one's input count."""
-        num_out = self.num_traces
-        entries: list[LedgerStep] = []
-        for step in reversed(STEPS):  # from the last step back, because only its output, the traces, was counted
-            dropped, noted = self._dropped[step], self._noted[step]
-            num_in = num_out + dropped.total()
-            counts = {"dropped": dict(sorted(dropped.items())), "noted": dict(sorted(noted.items()))}
-            entries.append(LedgerStep(step=step, unit="trace", num_in=num_in, num_out=num_out, **counts))
-            num_out = num_in
-        return tuple(reversed(entries))
+        noted = {step: dict(sorted(counts.items())) for step, counts in self._noted.items()}
+        ledger = self.drops.ledger(dict.fromkeys(STEPS, "trace"), num_in=self.num_asked, noted=noted)
+        assert ledger[-1].num_out == self.num_traces, (ledger[-1].num_out, self.num_traces)
+        return ledger
 
     def metrics(self) -> dict[str, float]:
         """Return counts and rates so far, by metric name."""
         metrics: dict[str, float] = {
             "distill/trace/count": self.num_traces,
             "distill/trace/tokens_mean": self.num_tokens / max(self.num_traces, 1),
-            "distill/request/failed": self._dropped["ask"].total(),
-            "distill/reply/incomplete": self._dropped["complete"].total(),
-            "distill/judge/failed": self._dropped["judge"].total(),
+            "distill/request/failed": sum(self.drops.of("ask").values()),
+            "distill/reply/incomplete": sum(self.drops.of("complete").values()),
+            "distill/judge/failed": sum(self.drops.of("judge").values()),
         }
         if self.num_judged:
             metrics["distill/accuracy/all"] = self.num_correct.total() / self.num_judged.total()
@@ -246,16 +232,26 @@ def floor_warnings(
     trace_counts: TraceCounts, runtime: DistillRuntime, *, with_selected: bool = True
 ) -> tuple[str, ...]:
     """Return warnings about shares below `warn_below`; raise DataError for one below `stop_below` or empty."""
-    complete = trace_counts.complete()
-    main_reason = max(complete.lost, key=complete.lost.__getitem__, default="")
-    remedy = _REMEDIES.get(main_reason, "Remove that cause first; the lost answers are then requested again")
-    warnings = check_yield(complete, runtime.complete, key="distill.runtime.complete", remedy=remedy)
-    if with_selected:
-        remedy = "Check the references, or let distill.select keep wrong answers too"
-        warnings += check_yield(
-            trace_counts.selected(), runtime.selected, key="distill.runtime.selected", remedy=remedy
-        )
-    return warnings
+    complete, examples = trace_counts.complete(), trace_counts.drops.examples
+    main_reason = max(complete.dropped, key=complete.dropped.__getitem__, default="")
+    warnings = check_yield(
+        complete,
+        "answers of the teacher are complete and judged",
+        runtime.complete,
+        key="distill.runtime.complete",
+        remedy=_REMEDIES.get(main_reason, "Remove that cause first; the lost answers are then requested again"),
+        example=next((examples[step] for step in _TO_COMPLETE if step in examples), ""),
+    )
+    if not with_selected:
+        return warnings
+    return warnings + check_yield(
+        trace_counts.selected(),
+        "complete answers are kept by distill.select",
+        runtime.selected,
+        key="distill.runtime.selected",
+        remedy="Check the references, or let distill.select keep wrong answers too",
+        example=examples.get("select", ""),
+    )
 
 
 def is_enough(trace_counts: TraceCounts, runtime: DistillRuntime) -> bool:

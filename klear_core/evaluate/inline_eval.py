@@ -21,8 +21,8 @@ from klear_core.config.settings import Settings
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark
 from klear_core.errors import ResourceError
-from klear_core.evaluate.sample import PlannedAnswer, sampling_params
-from klear_core.evaluate.score import Tally, tally
+from klear_core.evaluate.counts import AnswerCounts, tally
+from klear_core.evaluate.sample import PlannedAnswer, judged, sampling_params
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import EngineSpec, StartSampler, start_here
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
@@ -100,20 +100,9 @@ class CheckpointInlineEval:
 
     async def _answer(self, engine: InferenceEngine, planned: PlannedAnswer) -> EvalSample:
         params = sampling_params(self.job.sampling, planned, seed=self.seed)
-        (sampled,) = await engine.generate(self.render(planned.problem.question), params)
-        completion = completed(sampled, self.opening)
-        return EvalSample(
-            benchmark=planned.benchmark,
-            problem_id=planned.problem.problem_id,
-            question=planned.problem.question,
-            difficulty=planned.problem.difficulty,
-            decoding="sampled",
-            sample_idx=planned.sample_idx,
-            response=completion.text,
-            num_tokens=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            verdict=await self.judge(planned.problem, completion.text),
-        )
+        question = planned.problem.question
+        (sampled,) = await engine.generate(self.render(question), params)
+        return await judged(planned, question, completed(sampled, self.opening), self.judge)
 
 
 async def score_with(
@@ -138,12 +127,12 @@ def spec_of(job: InlineEvalJob, model: Path, *, seed: int) -> EngineSpec:
     )
 
 
-def inline_eval_metrics(counts: Tally, *, confidence: float) -> dict[str, float]:
+def inline_eval_metrics(counts: AnswerCounts, *, confidence: float) -> dict[str, float]:
     """Return a point of the curve by the last part of each metric's name."""
     metrics = {
         "truncated_frac": counts.truncated_frac,
-        "unscored_frac": counts.unscored.total() / counts.num_samples,
-        "tokens_mean": counts.num_tokens / counts.num_samples,
+        "unscored_frac": counts.unscored.total() / counts.num_answers,
+        "tokens_mean": counts.num_tokens / counts.num_answers,
     }
     score = counts.score(confidence=confidence)
     if score is None:

@@ -1,5 +1,8 @@
 """Evaluate a model, or tag problems with their difficulty: sample answers, judge them as they arrive, and score them.
 
+`evaluate` is the story: `sample.py` plans and samples the answers and has each judged, `counts.py` counts them by
+problem, and `score.py` makes the report from the counts.
+
 The unit of resume is a shard of answers. An answer that could not be judged does not count as wrong: it is kept and
 counted, and the next run judges it again without sampling it again.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,15 +25,15 @@ from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.train import TagConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
-from klear_core.evaluate.sample import AnswerWorker, Benchmark, EvalSetup, plan_answers, plan_suite, template_scores
+from klear_core.evaluate.counts import ProblemCounts, tally
+from klear_core.evaluate.sample import AnswerWorker, Benchmark, EvalSetup, plan_answers, plan_suite
 from klear_core.evaluate.score import (
-    ProblemTally,
     judge_record,
     ledger_step,
     make_report,
     metrics_of,
     read_math_vote,
-    tally,
+    template_score,
     warning_lines,
 )
 from klear_core.generate.factory import EngineSpec, LongestFirst, StartSampler, start_here
@@ -41,8 +44,7 @@ from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, PassRate, Problem, UnverifiableReference
 from klear_core.verify import JudgePool, build_judge_pool
 
-# ---- compute ----
-# Define where a stage's engines and judges run.
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +56,6 @@ class EnginesAndJudges:
     start_sampler: StartSampler = start_here
     build_judges: Callable[[VerifyConfig], JudgePool] = build_judge_pool
 
-
-# ---- run ----
-
-
-log = logging.getLogger(__name__)
 
 _HERE = EnginesAndJudges(section="evaluate")
 
@@ -180,20 +177,19 @@ def report_scores(
     telemetry: Telemetry,
 ) -> StageSummary:
     """Score the answers in the shards and write `report.json`, with one report per benchmark."""
-    judge = judge_record(verify)
+    judge, read_vote = judge_record(verify), partial(read_math_vote, verify)
     reports: list[EvalReport] = []
     ledger: list[LedgerStep] = []
     for benchmark in suite:
-        samples = (s for shard in plan_answers(cfg, benchmark, workdir) for s in read_shard(shard.path, EvalSample))
-        tallies = tally(samples, benchmark.problems, read_vote=partial(read_math_vote, verify))
-        report = make_report(
-            tallies, cfg, benchmark=benchmark.name, num_samples=benchmark.num_samples, seed=seed, judge=judge
-        )
-        ledger.append(ledger_step(benchmark.name, tallies))
+        name, problems = benchmark.name, benchmark.problems
+        tallies = tally(_stored(cfg, benchmark, workdir), problems, read_vote=read_vote)
+        report = make_report(tallies, cfg, benchmark=name, num_samples=benchmark.num_samples, seed=seed, judge=judge)
+        ledger.append(ledger_step(name, tallies))
         templates: list[TemplateScore] = []
-        for score, step in template_scores(cfg, benchmark, workdir):
-            templates.append(score)
-            ledger.append(step)
+        for template in cfg.templates:
+            tallies = tally(_stored(cfg, benchmark, workdir, template), problems)
+            templates.append(template_score(tallies, cfg, template=template, benchmark=name))
+            ledger.append(ledger_step(f"{name}_{template}", tallies))
         reports.append(report.model_copy(update={"templates": tuple(templates)}))
     write_reports(workdir, tuple(reports))
     metrics: dict[str, float] = {}
@@ -207,8 +203,13 @@ def report_scores(
     return StageSummary(counts=counts, ledger=tuple(ledger), seeds={"evaluate": seed}, notes=warning_lines(reports))
 
 
-# ---- tag ----
-# Tag training problems with their difficulty: sample answers of a tagger, judge them, and keep the pass rates.
+def _stored(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path, template: str = "") -> Iterator[EvalSample]:
+    """Yield the stored answers to a benchmark's questions, plain or in a template."""
+    for shard in plan_answers(cfg, benchmark, workdir, template):
+        yield from read_shard(shard.path, EvalSample)
+
+
+# ---- difficulty tags ----
 
 
 _NAME = "tagging"
@@ -247,9 +248,7 @@ def tag_problems(
         model, evaluation, suite, verify, compute=compute, seed=seed, workdir=workdir, telemetry=telemetry
     )
 
-    shards = plan_answers(evaluation, suite[0], workdir)
-    samples = (sample for shard in shards for sample in read_shard(shard.path, EvalSample))
-    summary = write_tags(cfg, untagged, samples, workdir=workdir)
+    summary = write_tags(cfg, untagged, _stored(evaluation, suite[0], workdir), workdir=workdir)
     return summary.model_copy(update={"seeds": {"tag": seed}, "notes": notes})
 
 
@@ -264,7 +263,7 @@ def write_tags(
     return _summary(untagged, tagged, tallies)
 
 
-def _pass_rates(tallies: Mapping[str, ProblemTally]) -> list[PassRate]:
+def _pass_rates(tallies: Mapping[str, ProblemCounts]) -> list[PassRate]:
     """Return the pass rate of every problem with a judged answer."""
     return [
         PassRate(problem_id=problem_id, num_correct=found.num_correct, num_scored=found.num_scored)
@@ -273,21 +272,19 @@ def _pass_rates(tallies: Mapping[str, ProblemTally]) -> list[PassRate]:
     ]
 
 
-def _tagged(problem: Problem, found: ProblemTally, cfg: TagConfig) -> Problem:
+def _tagged(problem: Problem, found: ProblemCounts, cfg: TagConfig) -> Problem:
     """Return the problem with the tag of its pass rate; without a judged answer its tag stays."""
     return replace(problem, difficulty=cfg.difficulty_at(found.mean)) if found.num_scored else problem
 
 
 def _summary(
-    untagged: Sequence[Problem], tagged: Sequence[Problem], tallies: Mapping[str, ProblemTally]
+    untagged: Sequence[Problem], tagged: Sequence[Problem], tallies: Mapping[str, ProblemCounts]
 ) -> StageSummary:
     num_scored = sum(found.num_scored for found in tallies.values())
     num_correct = sum(found.num_correct for found in tallies.values())
     noted = Counter(str(problem.difficulty) for problem in tagged)
     noted["not_judged"] = sum(not found.num_scored for found in tallies.values())
     noted["tag_changed"] = sum(new.difficulty != old.difficulty for new, old in zip(tagged, untagged, strict=True))
-    step = LedgerStep(
-        step="tag", unit="problem", num_in=len(untagged), num_out=len(tagged), noted=dict(sorted(noted.items()))
-    )
+    step = LedgerStep.of("tag", "problem", num_in=len(untagged), dropped={}, noted=dict(sorted(noted.items())))
     counts = {"problems": len(tagged), "answers": num_scored, "pass_rate": round(num_correct / max(num_scored, 1), 4)}
     return StageSummary(counts=counts, ledger=(step,))

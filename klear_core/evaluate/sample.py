@@ -1,28 +1,88 @@
-"""Sample and judge the answers of an evaluation: its problems, its prompt templates, and single answers."""
+"""Plan the answers of an evaluation, in shards; sample each with an engine, and judge it as it arrives."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from klear_core.artifacts.manifest import LedgerStep
 from klear_core.artifacts.records import Shard, plan_shards, read_shard, read_shards, write_shard
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.evaluate import QUESTION, EvaluateConfig, SamplingConfig
 from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
-from klear_core.evaluate.score import Tallies, ledger_step, tally
 from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
 from klear_core.generate.factory import LongestFirst
 from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
-from klear_core.scores import TemplateScore
+from klear_core.scores import SAMPLES_FOLDER
 from klear_core.seeding import seed_for
-from klear_core.types import EvalSample, Judge, Outcome, Problem
+from klear_core.types import Completion, EvalSample, Judge, Outcome, Problem
+
+TEMPLATES_FOLDER = "templates"
+"""Folder of an evaluation with a folder for each prompt template, which has the answers to the questions in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A benchmark's problems, and the number of samples per problem."""
+
+    name: str
+    problems: tuple[Problem, ...]
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAnswer:
+    """One answer to sample."""
+
+    benchmark: str
+    problem: Problem
+    decoding: Literal["sampled", "greedy"]
+    sample_idx: int
+    template: str = ""
+    """Name of the prompt template; empty for the plain question."""
+
+
+def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchmark]:
+    """Read these benchmarks from the benchmarks' artifact folder; problems are unique, and each has at least one."""
+    suite = []
+    for cfg in configs:
+        problems = tuple(read_shards(folder / cfg.name, Problem))
+        suite.append(Benchmark(name=cfg.name, problems=problems, num_samples=cfg.num_samples))
+    return suite
+
+
+def plan_answers(
+    cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path, template: str = ""
+) -> list[Shard[PlannedAnswer]]:
+    """Return all answers to sample for a benchmark's questions, plain or in a template, problem by problem in shards.
+
+    Greedy answers are to the plain questions alone.
+    """
+    # The order must be the same in every run: a finished shard is known by its place in it.
+    name, answers = benchmark.name, list[PlannedAnswer]()
+    for problem in benchmark.problems:
+        for i in range(benchmark.num_samples):
+            answers.append(
+                PlannedAnswer(benchmark=name, problem=problem, decoding="sampled", sample_idx=i, template=template)
+            )
+        if cfg.greedy and not template:
+            answers.append(PlannedAnswer(benchmark=name, problem=problem, decoding="greedy", sample_idx=0))
+    folder = workdir / TEMPLATES_FOLDER / template if template else workdir / SAMPLES_FOLDER
+    return plan_shards(folder, answers, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{name}-")
+
+
+def plan_suite(cfg: EvaluateConfig, suite: Sequence[Benchmark], workdir: Path) -> list[Shard[PlannedAnswer]]:
+    """Return all answers to sample for all benchmarks and templates, cut into shards."""
+    shards: list[Shard[PlannedAnswer]] = []
+    for benchmark in suite:
+        for template in ("", *cfg.templates):
+            shards += plan_answers(cfg, benchmark, workdir, template)
+    return shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +168,7 @@ class AnswerWorker:
                 f"benchmark {planned.benchmark!r}, problem {problem.problem_id}: the engine aborted the request"
             )
         self.gate.record(key, len(completion.token_ids))
-        sample = EvalSample(
-            benchmark=planned.benchmark,
-            problem_id=problem.problem_id,
-            question=question,
-            difficulty=problem.difficulty,
-            decoding=planned.decoding,
-            sample_idx=planned.sample_idx,
-            response=completion.text,
-            num_tokens=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            verdict=await self.setup.judge(problem, completion.text),
-        )
+        sample = await judged(planned, question, completion, self.setup.judge)
         self._count(sample)
         return sample
 
@@ -140,6 +189,23 @@ class AnswerWorker:
                 f"the last: problem {sample.problem_id}: {sample.verdict.detail}. "
                 "Finished shards are kept, and the next run judges their unscored answers again"
             )
+
+
+async def judged(planned: PlannedAnswer, question: str, completion: Completion, judge: Judge) -> EvalSample:
+    """Judge a response to a question, and return it with the verdict."""
+    problem = planned.problem
+    return EvalSample(
+        benchmark=planned.benchmark,
+        problem_id=problem.problem_id,
+        question=question,
+        difficulty=problem.difficulty,
+        decoding=planned.decoding,
+        sample_idx=planned.sample_idx,
+        response=completion.text,
+        num_tokens=len(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        verdict=await judge(problem, completion.text),
+    )
 
 
 def _require_planned(shard: Shard[PlannedAnswer], stored: Sequence[EvalSample]) -> None:
@@ -164,132 +230,7 @@ def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -
     return replace(params, temperature=0.0, top_p=1.0, top_k=0) if planned.decoding == "greedy" else params
 
 
-# ---- suite ----
-# List the answers that an evaluation has to sample: benchmarks, their problems, and n samples of each.
-
-
-SAMPLES_FOLDER = "samples"
-"""Folder of an evaluation with the answers to the plain questions."""
-TEMPLATES_FOLDER = "templates"
-"""Folder of an evaluation with a folder for each prompt template, which has the answers to the questions in it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Benchmark:
-    """A benchmark's problems, and the number of samples per problem."""
-
-    name: str
-    problems: tuple[Problem, ...]
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedAnswer:
-    """One answer to sample."""
-
-    benchmark: str
-    problem: Problem
-    decoding: Literal["sampled", "greedy"]
-    sample_idx: int
-    template: str = ""
-    """Name of the prompt template; empty for the plain question."""
-
-
-def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchmark]:
-    """Read these benchmarks from the benchmarks' artifact folder."""
-    return [read_benchmark(folder, cfg) for cfg in configs]
-
-
-def read_benchmark(folder: Path, cfg: BenchmarkConfig) -> Benchmark:
-    """Read one benchmark from the benchmarks' artifact folder; its problems are unique, and there is at least one."""
-    problems = tuple(read_shards(folder / cfg.name, Problem))
-    return Benchmark(name=cfg.name, problems=problems, num_samples=cfg.num_samples)
-
-
-def plan_answers(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path) -> list[Shard[PlannedAnswer]]:
-    """Return all answers to sample for a benchmark's plain questions, problem by problem, cut into shards."""
-    # The order must be the same in every run: a finished shard is known by its place in it.
-    answers: list[PlannedAnswer] = []
-    for problem in benchmark.problems:
-        answers += _samples(benchmark, problem)
-        if cfg.greedy:
-            answers.append(PlannedAnswer(benchmark=benchmark.name, problem=problem, decoding="greedy", sample_idx=0))
-    return plan_shards(
-        workdir / SAMPLES_FOLDER, answers, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{benchmark.name}-"
-    )
-
-
-def plan_template(
-    cfg: EvaluateConfig, benchmark: Benchmark, template: str, workdir: Path
-) -> list[Shard[PlannedAnswer]]:
-    """Return all answers to sample for a benchmark's questions in one of `cfg.templates`, cut into shards."""
-    answers: list[PlannedAnswer] = []
-    for problem in benchmark.problems:
-        answers += _samples(benchmark, problem, template)
-    return plan_shards(
-        workdir / TEMPLATES_FOLDER / template,
-        answers,
-        items_per_shard=cfg.runtime.answers_per_shard,
-        prefix=f"{benchmark.name}-",
-    )
-
-
-def plan_suite(cfg: EvaluateConfig, suite: Sequence[Benchmark], workdir: Path) -> list[Shard[PlannedAnswer]]:
-    """Return all answers to sample for all benchmarks and templates, cut into shards."""
-    shards: list[Shard[PlannedAnswer]] = []
-    for benchmark in suite:
-        shards += plan_answers(cfg, benchmark, workdir)
-        for template in cfg.templates:
-            shards += plan_template(cfg, benchmark, template, workdir)
-    return shards
-
-
-def _samples(benchmark: Benchmark, problem: Problem, template: str = "") -> list[PlannedAnswer]:
-    return [
-        PlannedAnswer(benchmark=benchmark.name, problem=problem, decoding="sampled", sample_idx=i, template=template)
-        for i in range(benchmark.num_samples)
-    ]
-
-
-# ---- templates ----
-# Ask a benchmark's questions in other prompt templates, and score each: how much depends on the wording.
-
-
 def asked(question: str, cfg: EvaluateConfig, template: str) -> str:
     """Return the question in a template of this name; as it stands for the empty name."""
     # not str.format: templates have the braces of \boxed{}
     return cfg.templates[template].replace(QUESTION, question) if template else question
-
-
-def template_scores(
-    cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path
-) -> Iterator[tuple[TemplateScore, LedgerStep]]:
-    """Yield each template's score from the stored answers, with its ledger step.
-
-    Raise DataError if none of a template's answers could be judged.
-    """
-    for name in cfg.templates:
-        samples: list[EvalSample] = []
-        for shard in plan_template(cfg, benchmark, name, workdir):
-            samples += read_shard(shard.path, EvalSample)
-        tallies = tally(samples, benchmark.problems)
-        score = _score(tallies, cfg, name=name, benchmark=benchmark.name)
-        yield score, ledger_step(f"{benchmark.name}_{name}", tallies)
-
-
-def _score(tallies: Tallies, cfg: EvaluateConfig, *, name: str, benchmark: str) -> TemplateScore:
-    sampled = tallies["sampled"]
-    avg = sampled.score(confidence=cfg.confidence)
-    if avg is None:
-        raise DataError(
-            f"benchmark {benchmark!r}, template {name!r}: none of {sampled.num_samples} answers could be judged: "
-            f"{dict(sampled.unscored)}"
-        )
-    return TemplateScore(
-        name=name,
-        text=cfg.templates[name],
-        avg=avg,
-        truncated_frac=sampled.truncated_frac,
-        no_answer_frac=sampled.num_no_answer / sampled.num_samples,
-        unscored=dict(sampled.unscored),
-    )

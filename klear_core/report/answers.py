@@ -19,11 +19,11 @@ from typing import assert_never
 
 from klear_core.config.evaluate import PLAIN_TEMPLATE
 from klear_core.errors import ConfigError, DataError
-from klear_core.evaluate.answers.counts import AnswerCounts, Shares
 from klear_core.evaluate.answers.rejudge import mark_of
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow, in_template
+from klear_core.evaluate.counts import AnswerCounts, Shares
 from klear_core.report.run.build import HERE, page_template, stylesheet
-from klear_core.scores import NONE, percent
+from klear_core.scores import NONE, interval_text, percent
 from klear_core.types import CodeReference, CustomReference, MathReference, Reference, UnverifiableReference
 
 PAGE = "answers.html"
@@ -294,12 +294,8 @@ def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, 
 def shown_shares(shares: Shares) -> list[str]:
     """Return the cells of a row: problems, answers, score, interval, cut off, no answer, not judged."""
     num, score = shares.num_answers, shares.score
-    value, interval = NONE, ""
-    if score is not None:
-        value, interval = (
-            percent(score.value),
-            f"{100 * score.new_problems.low:.1f} to {100 * score.new_problems.high:.1f}",
-        )
+    value = percent(score.value) if score else NONE
+    interval = interval_text(score.new_problems) if score else ""
     cut = "not recorded" if shares.num_truncated is None else percent(shares.num_truncated / num)
     is_judged = shares.num_without_verdict < num
     no_answer = percent(shares.num_no_answer / num) if is_judged else NONE

@@ -12,12 +12,11 @@ from klear_core.artifacts.manifest import MANIFEST
 from klear_core.artifacts.model_files import CARD, check_folder
 from klear_core.config.load import profile_toml
 from klear_core.errors import ConfigError
-from klear_core.evaluate.answers.counts import AnswerCounts
+from klear_core.evaluate.counts import AnswerCounts, CountsBy, count_stored
 from klear_core.report.run.lineage import Ancestor, DataSource, ancestors, data_sources, own_licence, run_config
 from klear_core.report.run.scores_view import decoding_text
 from klear_core.report.run.warnings import chosen_on
-from klear_core.report.several.compared_runs import CountsBy, ScoredModel
-from klear_core.scores import NBSP, NONE, DecodingProfile, Range, number, percent, read_reports
+from klear_core.scores import NBSP, NONE, DecodingProfile, interval_text, number, percent, read_reports
 
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER = "adapter"
@@ -107,8 +106,7 @@ def check_published(folder: Path) -> None:
 def _read_scores(evaluation: Path | None) -> tuple[CountsBy, dict[str, DecodingProfile]]:
     if evaluation is None:
         return {}, {}
-    counts = ScoredModel(maker="", evaluation=evaluation).counts
-    return counts, {report.benchmark: report.decoding for report in read_reports(evaluation)}
+    return count_stored(evaluation), {report.benchmark: report.decoding for report in read_reports(evaluation)}
 
 
 def _write_generation_config(model: Path, folder: Path, decoding: dict[str, DecodingProfile]) -> None:
@@ -190,7 +188,7 @@ def model_card(facts: CardFacts) -> str:
         "## How to use it",
         _usage(facts),
         "## Data",
-        _sources(facts.sources),
+        _table(["part", "source", "licence"], [[s.what, s.name, s.licence] for s in facts.sources]),
         "### What was kept and dropped",
         _ledger(facts.lineage),
         "## Lineage",
@@ -271,19 +269,13 @@ def _scores_section(facts: CardFacts) -> str:
 def _score_row(benchmark: str, decoding: str, counts: AnswerCounts) -> list[str]:
     shares = counts.shares(confidence=CONFIDENCE)
     score, num = shares.score, shares.num_answers
-    value, rerun, other = NONE, NONE, NONE
-    if score is not None:
-        value, other = percent(score.value), _ends(score.new_problems)
-    if score is not None and score.rerun is not None:
-        rerun = _ends(score.rerun)
+    value = percent(score.value) if score else NONE
+    rerun = interval_text(score.rerun) if score and score.rerun else NONE
+    other = interval_text(score.new_problems) if score else NONE
     name = "greedy" if decoding == "greedy" else _score_name(counts)
     cut = NONE if shares.num_truncated is None else percent(shares.num_truncated / num)
     other_shares = [cut, percent(shares.num_no_answer / num), percent(shares.num_unscored / num)]
     return [benchmark, name, value, rerun, other, f"{shares.num_problems:,}", *other_shares]
-
-
-def _ends(ends: Range) -> str:
-    return f"{100 * ends.low:.1f} to {100 * ends.high:.1f}"
 
 
 def _score_name(counts: AnswerCounts) -> str:
@@ -312,10 +304,6 @@ def _usage(facts: CardFacts) -> str:
             else "There is no system prompt.",
         ]
     )
-
-
-def _sources(sources: Sequence[DataSource]) -> str:
-    return _table(["part", "source", "licence"], [[s.what, s.name, s.licence] for s in sources])
 
 
 def _ledger(lineage: Sequence[Ancestor]) -> str:

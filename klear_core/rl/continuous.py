@@ -1,5 +1,10 @@
 """Sample without rounds: requests in flight are kept at a set number, and steps train on the groups that are finished.
 
+The invariants of `rollout.py` hold. A prompt is in one place at a time: open (being sampled or judged), finished
+(informative, waiting for a step), in one step's `kept`, or counted in one step's `drops`; the last step counts what is
+left. A checkpoint has the positions that are open or finished, and a resumed run asks them again. Which groups a step
+gets depends on what is finished first, unlike in rounds.
+
 An answer that is unfinished when new weights arrive continues under them. Two rules keep the staleness bound, so that
 no finished answer is ever too old. Let s be the next step to be filled, v the version of the engines' weights, b the
 bound and G the number of groups per step. A group that is begun under version v has the deadline v + b: it must be
@@ -19,8 +24,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
-from klear_core.rl.groups import CANCELLED, SURPLUS, DropCounts, keep_informative
+from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts, StreamItem, now
 from klear_core.types import Rollout, RolloutGroup
 
@@ -112,7 +118,7 @@ class ContinuousRollouts:
             item = self._stream.at(self._again.pop(0)) if self._again else self._stream.take(1)[0]
             prompt_ids = self._sampler.prompt(item)
             if prompt_ids is None:
-                self._drops.count_group("prompt_too_long")
+                self._drops.count("group", "prompt_too_long")
                 self._num_decided += 1
                 self._changed.set()  # the step may be due to be filled with fewer groups
                 continue
@@ -225,12 +231,12 @@ class ContinuousRollouts:
         """Count and cancel the groups that no step will train on; there are some if a step was filled with fewer."""
         for group in self._finished.values():
             self._drops.add(group.drops)
-            self._drops.count_group(SURPLUS)
-            self._drops.count_rollouts(f"group_{SURPLUS}", len(group.kept.rollouts))
+            self._drops.count("group", SURPLUS)
+            self._drops.count("rollout", f"group_{SURPLUS}", len(group.kept.rollouts))
             self._dropped_groups.append(group.sampled)
         num_cancelled = len(self._open) + len(self._again)
-        self._drops.count_group(CANCELLED, num_cancelled)
-        self._drops.count_rollouts(f"group_{CANCELLED}", num_cancelled * self._cfg.rollout.samples_per_group)
+        self._drops.count("group", CANCELLED, num_cancelled)
+        self._drops.count("rollout", f"group_{CANCELLED}", num_cancelled * self._cfg.rollout.samples_per_group)
         self._finished, self._again = {}, []
         await self._cancel_open()
 

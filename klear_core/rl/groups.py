@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from klear_core.artifacts.manifest import LedgerStep
+from klear_core.artifacts.manifest import DropCounts, LedgerStep
 from klear_core.artifacts.records import read_shards
 from klear_core.config.rl import AdvantageConfig, GroupFilterConfig, OverlongConfig, PromptFilterConfig
 from klear_core.errors import ConfigError, DataError
@@ -33,43 +33,18 @@ CANCELLED = "cancelled"
 """Reason for groups that were cancelled before they were complete, because their step needed no more groups."""
 
 
-@dataclass(slots=True)
-class DropCounts:
-    """Count every prompt and every sampled answer by what happened to it (`group/trained`, `rollout/overlong`)."""
+def drop_ledger(drops: DropCounts) -> tuple[LedgerStep, ...]:
+    """Return one ledger step for prompts (`group`) and one for answers (`rollout`); each adds up to the number asked.
 
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def count_group(self, reason: str, count: int = 1) -> None:
-        """Count prompts whose group was `trained`, or dropped for this reason."""
-        self.counts[f"group/{reason}"] += count
-
-    def count_rollouts(self, reason: str, count: int = 1) -> None:
-        """Count answers that were `trained`, or dropped for this reason."""
-        self.counts[f"rollout/{reason}"] += count
-
-    def add(self, other: DropCounts) -> None:
-        """Add the counts of `other` to these."""
-        self.counts.update(other.counts)
-
-    def of(self, unit: str) -> dict[str, int]:
-        """Return the counts by reason of one unit (`group` or `rollout`), in name order."""
-        # Without zeros, which a call that counted nothing leaves.
-        return {
-            name.removeprefix(f"{unit}/"): n
-            for name, n in sorted(self.counts.items())
-            if name.startswith(f"{unit}/") and n
-        }
-
-    def ledger(self) -> tuple[LedgerStep, ...]:
-        """Return one ledger step for prompts and one for answers; each adds up to the number asked for."""
-        return tuple(_ledger_step(unit, self.of(unit)) for unit in ("group", "rollout"))
-
-
-def _ledger_step(unit: str, drops: Mapping[str, int]) -> LedgerStep:
-    dropped = {reason: n for reason, n in drops.items() if reason != TRAINED}
-    return LedgerStep(
-        step=f"{unit}_filter", unit=unit, num_in=sum(drops.values()), num_out=drops.get(TRAINED, 0), dropped=dropped
-    )
+    Those that reached the learner are counted under TRAINED.
+    """
+    steps = []
+    for unit in ("group", "rollout"):
+        dropped = dict(sorted(drops.of(unit).items()))
+        num_trained = dropped.pop(TRAINED, 0)
+        num_in = num_trained + sum(dropped.values())
+        steps.append(LedgerStep.of(f"{unit}_filter", unit, num_in=num_in, dropped=dropped))
+    return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +61,15 @@ def keep_informative(groups: Sequence[RolloutGroup], cfg: GroupFilterConfig, ove
     for group in groups:
         usable, lost = _split_usable(group, overlong)
         for lost_reason, count in lost.items():
-            drops.count_rollouts(lost_reason, count)
+            drops.count("rollout", lost_reason, count)
         # Test the size first, because the accuracy and reward tests need at least one usable answer.
         reason = _too_few(usable, lost) or _uninformative(usable, cfg)
         if reason is None:
             kept.append(RolloutGroup(problem=group.problem, rollouts=usable))
         else:
-            drops.count_group(reason)
+            drops.count("group", reason)
             # These answers were usable by themselves; they are dropped because of their group.
-            drops.count_rollouts(f"group_{reason}", len(usable))
+            drops.count("rollout", f"group_{reason}", len(usable))
     return Kept(groups=tuple(kept), drops=drops)
 
 
@@ -174,11 +149,11 @@ def to_samples(
         group_rows = []
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):
             reason = _trained_or_reason(rollout, overlong, oldest_allowed)
-            drops.count_rollouts(reason)
+            drops.count("rollout", reason)
             if reason == TRAINED:
                 group_rows.append(_sample(group.problem.problem_id, rollout, advantage))
         # A group is trained even if some of its answers get no row; only one without any row is dropped.
-        drops.count_group(TRAINED if group_rows else "all_masked")
+        drops.count("group", TRAINED if group_rows else "all_masked")
         rows += group_rows
     return Samples(rows=tuple(rows), drops=drops)
 
@@ -265,13 +240,8 @@ def choose_problems(artifact: Path, domain: str, cfg: PromptFilterConfig) -> tup
             f"{artifact}: RL can train on none of its {num_problems:,} problems ({reasons}); it needs {domain} "
             "problems with answers or tests that rl.prompts keeps"
         )
-    return chosen, LedgerStep(
-        step="choose_problems",
-        unit="problem",
-        num_in=num_problems,
-        num_out=len(chosen),
-        dropped=dict(sorted(dropped.items())),
-    )
+    dropped_by_reason = dict(sorted(dropped.items()))
+    return chosen, LedgerStep.of("choose_problems", "problem", num_in=num_problems, dropped=dropped_by_reason)
 
 
 def drop_reason(problem: Problem, domain: str, cfg: PromptFilterConfig, rates: Mapping[str, PassRate]) -> str:

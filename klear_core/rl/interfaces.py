@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 
 from klear_core.config.rl import RlConfig
 from klear_core.config.verify import VerifyConfig
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from klear_core.rl.learner import Learner
     from klear_core.train.checkpoint import Counters
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 class LearnerLost(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
@@ -53,36 +56,51 @@ class RlSetup:
         return replace(self, model=self.remote.local_path(self.model), workdir=self.remote.local_path(self.workdir))
 
 
-class LearnerHandle(Protocol):
-    """The calls that the loop makes to the learner. Each may raise LearnerLost."""
+class LearnerHandle(ABC):
+    """The calls that the RL loop makes to the learner, wherever it runs. Each may raise LearnerLost.
+
+    A subclass says in `call` where the learner is; the rest of this class is the same for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._notes: list[str] = []
+
+    @abstractmethod
+    async def call(self, what: str, method: Callable[[Learner, *Args], T], *args: *Args) -> T:
+        """Call `method` with the learner of each rank and `args`; return rank 0's result. `what` is for messages."""
 
     async def restore(self) -> Counters | None:
         """Load the newest checkpoint and return its counters; without one keep the initial model and return None."""
-        ...
+        return await self.call("restore a checkpoint", lambda learner: learner.restore())
 
     async def notes(self) -> tuple[str, ...]:
         """Return notes for the stage's manifest, known once the learner has started."""
-        ...
+        return (*await self.call("send its notes", lambda learner: learner.notes), *self._notes)
+
+    def add_note(self, note: str) -> None:
+        """Add a note for the stage's manifest, unless it is empty."""
+        self._notes += [note] if note else []
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Do one RL step and return its metrics."""
-        ...
+        what = "do the updates of an RL step"
+        return await self.call(what, lambda learner, samples: learner.step(samples), samples)
 
     async def distance(self, samples: Sequence[TrainSample]) -> float:
         """Return the largest mean distance of a sample's log-probs from the sampler's, in nats."""
-        ...
+        return await self.call("compute log-probs", lambda learner, samples: learner.distance(samples), samples)
 
     async def weights(self) -> WeightSource:
         """Return the current weights, for the engine's `load_weights`."""
-        ...
+        return await self.call("gather the weights", lambda learner: learner.weights())
 
     async def save(self, counters: Counters) -> None:
         """Save a checkpoint with these counters."""
-        ...
+        await self.call("save a checkpoint", lambda learner: learner.save(counters))
 
     async def export(self, target: Path) -> None:
         """Write the model folder."""
-        ...
+        await self.call("export the model", lambda learner: learner.export(target))
 
 
 class Workers(Protocol):
@@ -118,7 +136,6 @@ class LocalWorkers:
         # Imported here, because the driver of a cluster imports this module and needs no torch.
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.rl.learner import Learner
-        from klear_core.train.base_model import model_folder
         from klear_core.train.distributed import World
         from klear_core.train.model import pick_device
 
@@ -154,66 +171,30 @@ class LocalWorkers:
             await self._engine.close()
 
 
-class LocalLearner:
-    """A `LearnerHandle` that runs the learner on a separate thread, so that sampling and judging can go on."""
+class LocalLearner(LearnerHandle):
+    """Run the learner on a separate thread of this process, so that sampling and judging can go on."""
 
     def __init__(self, learner: Learner, *, num_threads: int) -> None:
         import torch
 
+        super().__init__()
         self._learner = learner
-        self._notes: list[str] = []
         # One thread, so the learner's calls never overlap.
         self._thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(num_threads,))
 
-    async def restore(self) -> Counters | None:
-        """Restore the newest checkpoint; see `Learner.restore`."""
-        return await self._run(self._learner.restore)
-
-    async def notes(self) -> tuple[str, ...]:
-        """Return notes for the stage's manifest; see `Learner.notes`."""
-        return (*self._learner.notes, *self._notes)
-
-    def add_note(self, note: str) -> None:
-        """Add a note for the stage's manifest, unless it is empty."""
-        self._notes += [note] if note else []
-
-    async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Do one RL step; see `Learner.step`."""
-        return await self._run(partial(self._learner.step, samples))
-
-    async def distance(self, samples: Sequence[TrainSample]) -> float:
-        """Compare with the sampler's log-probs; see `Learner.distance`."""
-        return await self._run(partial(self._learner.distance, samples))
-
-    async def weights(self) -> WeightSource:
-        """Return the current weights; see `Learner.weights`."""
-        return await self._run(self._learner.weights)
-
-    async def save(self, counters: Counters) -> None:
-        """Save a checkpoint; see `Learner.save`."""
-        await self._run(partial(self._learner.save, counters))
-
-    async def export(self, target: Path) -> None:
-        """Write the model folder; see `Learner.export`."""
-        await self._run(partial(self._learner.export, target))
+    async def call(self, _what: str, method: Callable[[Learner, *Args], T], *args: *Args) -> T:
+        """Call `method` with the learner on its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, method, self._learner, *args)
 
     def close(self) -> None:
         """Shut the thread down without waiting for a running call."""
         self._thread.shutdown(wait=False)
 
-    async def _run(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-
-# ---- start checks ----
-# Check at the start of RL that engines and learner compute the same log-probs from the initial model.
-#
-# Seeded answers to a fixed question are sampled at the stage's temperature, at least one by each engine. Of each answer,
-# the mean distance of the engine's log-probs from the learner's must be within a tolerance. An engine with other weights,
-# positions or temperature is off by tenths of a nat and more.
-
-
-log = logging.getLogger(__name__)
+# ---- the check at the start: engines and learner compute the same log-probs from the initial model ----
+# Seeded answers to a fixed question are sampled at the stage's temperature, at least one by each engine. Of each
+# answer, the mean distance of the engine's log-probs from the learner's must be within a tolerance. An engine with
+# other weights, positions or temperature is off by tenths of a nat and more.
 
 _QUESTION = "What is 17 times 23?"
 _NUM_TOKENS = 32  # most of one answer

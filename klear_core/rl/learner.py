@@ -26,13 +26,12 @@ from klear_core.errors import ArtifactError, ConfigError
 from klear_core.generate.engine import TensorSpec
 from klear_core.hf_config import read_hf_config
 from klear_core.rl.groups import cut_minibatches
-from klear_core.rl.losses import at_step
+from klear_core.rl.losses import TrainBatch, at_step
 from klear_core.rl.objective import (
     Denominators,
     MiniBatch,
-    OldPolicy,
     loss_head,
-    make_targets,
+    make_batch,
     staleness,
     update_metrics,
 )
@@ -97,7 +96,7 @@ class Learner:
         # A second, frozen copy of the initial model; `restore` changes the policy and never this one. With LoRA none is
         # needed, because the policy without its adapters is the initial model.
         needs_copy = cfg.kl_coef > 0 and cfg.lora is None
-        self._reference = self._load().requires_grad_(False) if needs_copy else None
+        self._ref = self._load().requires_grad_(False) if needs_copy else None
         self._updater = Updater(self._policy, cfg.optim, world, num_steps=cfg.num_steps)
         self._saved_steps = SavedSteps(workdir / SAVED_STEPS, world)
         self._checkpoints = Checkpoints(workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
@@ -245,10 +244,10 @@ class Learner:
             adapters=None if lora is None else Adapters(cfg=lora, seed=seed_for(self._seed, "rl/lora")),
         )
 
-    def _reference_logps(self, micro: MicroBatch, head: Head[TokenLogps]) -> torch.Tensor:
+    def _ref_logps(self, micro: MicroBatch, head: Head[TokenLogps]) -> torch.Tensor:
         """Return the log-probs of the initial model."""
-        if self._reference is not None:
-            found: TokenLogps = self._reference(micro, head)
+        if self._ref is not None:
+            found: TokenLogps = self._ref(micro, head)
             return found.logp_N
         with without_adapters(self._policy.hf):
             found = self._policy(micro, head)
@@ -276,39 +275,29 @@ class Learner:
         packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         # Count the samples of all ranks, because gradients are summed over ranks, not averaged.
         denominators = Denominators.of(samples)
-        targets = []
-        for micro in packed.micro_batches:
-            old = self._compute_old_policy(micro, samples)
-            targets.append(make_targets(micro, samples, old, denominators, self.cfg))
-        return MiniBatch(samples=samples, packed=packed, targets=tuple(targets))
+        batches = [self._batch(micro, samples, denominators) for micro in packed.micro_batches]
+        return MiniBatch(samples=samples, packed=packed, batches=tuple(batches))
 
     def _logp_head(self, micro: MicroBatch) -> Head[TokenLogps]:
         # Use the sampling temperature, because the policy is the distribution that tokens were drawn from.
         return partial(token_logps, target_N=micro.target_N, temperature=self.cfg.rollout.sampling.temperature)
 
     @torch.no_grad()
-    def _compute_old_policy(self, micro: MicroBatch, samples: Sequence[TrainSample]) -> OldPolicy:
-        cfg = self.cfg
-        sampler_logp_N = micro.gather([s.old_logps for s in samples])
-        nan_N = torch.full_like(sampler_logp_N, torch.nan)
-        logp_head = self._logp_head(micro)
-        ref_logp_N = self._reference_logps(micro, logp_head) if cfg.kl_coef > 0 else nan_N
+    def _batch(self, micro: MicroBatch, samples: Sequence[TrainSample], denominators: Denominators) -> TrainBatch:
+        """Return the inputs of a micro-batch's loss; those of the old and the initial model by a forward pass each."""
+        cfg, head = self.cfg, self._logp_head(micro)
+        ref_logp_N = self._ref_logps(micro, head) if cfg.kl_coef > 0 else None
         # Entropy-ratio clipping (ERC) needs the old policy's entropy. The sampler does not report it, so a forward pass
         # is needed even if the sampler's log-probs are used.
         needs_forward = cfg.old_logps == "learner" or cfg.erc is not None
-        logp_N, entropy_N = self._policy(micro, logp_head) if needs_forward else (nan_N, nan_N)
-        return OldPolicy(
-            logp_N=logp_N if cfg.old_logps == "learner" else sampler_logp_N,
-            sampler_logp_N=sampler_logp_N,
-            entropy_N=entropy_N,
-            ref_logp_N=ref_logp_N,
-        )
+        old: TokenLogps | None = self._policy(micro, head) if needs_forward else None
+        return make_batch(micro, samples, old, ref_logp_N, denominators, cfg)
 
     def _update(self, minibatch: MiniBatch, stats: TokenStats) -> StepResult:
         # Loss with its scheduled betas at this RL step.
         cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
         update_stats = TokenStats(self.world.device)
-        loss_heads = [loss_head(targets, cfg, update_stats) for targets in minibatch.targets]
+        loss_heads = [loss_head(batch, cfg, update_stats) for batch in minibatch.batches]
         result = self._updater.step(minibatch.packed, loss_heads, step=self.version)
         # Statistics of a skipped update are discarded: one NaN would spoil the sums of the complete RL step.
         if result.is_applied:

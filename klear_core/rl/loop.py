@@ -1,12 +1,27 @@
-"""Run RL with verifiable rewards: sample groups, judge and filter them, update, send the weights to the engines."""
+"""Run RL with verifiable rewards: sample groups of answers, select, learn, hand the weights over, log.
+
+GPPO (arXiv 2508.07629) is GRPO with another gradient where PPO clips. As in GRPO, an answer's advantage A is its reward
+minus the mean of its group's, over their standard deviation, and all of its tokens share it. With r the ratio of new to
+old probability, the policy term's gradient is the token mean of
+
+    -F * A * grad(logp),    F = 1 - eps_low   where r < 1 - eps_low and A < 0
+                                1 + eps_high  where r > 1 + eps_high and A > 0
+                                r             everywhere else
+
+GRPO has F = 0 in the first two cases: it forgets the tokens that moved furthest, and GPPO keeps a bounded gradient of
+them. GPPO adds a language-model term on positive samples (`lm_coef`) and a wider upper bound (`eps_high`). It leaves
+out GRPO's KL term and frozen reference model (`kl_coef`), the entropy bonus, and groups whose rewards are all equal.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from klear_core.artifacts.manifest import StageSummary, check_yield
+from klear_core.artifacts.manifest import DropCounts, StageSummary, check_yield
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
@@ -17,7 +32,7 @@ from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
-from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards
+from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards, now
 from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, no_inline_eval, ratios_one_note
 from klear_core.rl.step_metrics import describe_groups, gather_shown, last_shown, save_shown
 from klear_core.train.base_model import model_folder
@@ -50,7 +65,7 @@ def train_rl(
         notes = judges.prepare(chosen)
         rewards = UserRewards(cfg.reward.custom, judges)
         progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, inline_eval))
-    shown = workdir / "scratch" / "shown"
+    shown = _shown(setup)
     # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
     gather_shown(shown, workdir / "sample_rollouts.parquet")
@@ -89,8 +104,9 @@ async def run_rl(
                     custom_rewards=custom_rewards,
                 )
                 rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
+                step_log = StepLog(setup.cfg, progress, telemetry, shown=_shown(setup))
                 async with Curve(inline_eval, telemetry, setup.cfg, workdir=setup.workdir) as curve:
-                    await run_steps(setup, learner, engine, rollouts, progress, telemetry, curve)
+                    await run_steps(setup.cfg, learner, engine, rollouts, step_log, curve)
                 if not (setup.workdir / "model").exists():  # else the run was killed after its export
                     await learner.export(setup.workdir / "model")
             except LearnerLost as lost:
@@ -102,58 +118,90 @@ async def run_rl(
 
 
 async def run_steps(
-    setup: RlSetup,
+    cfg: RlConfig,
     learner: LearnerHandle,
     engine: TrainableEngine,
     rollouts: Rollouts,
-    progress: RlState,
-    telemetry: Telemetry,
+    step_log: StepLog,
     curve: Curve,
 ) -> None:
     """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates."""
-    cfg, now = setup.cfg, asyncio.get_running_loop().time
-    shown = setup.workdir / "scratch" / "shown"
-    sleeper = _sleeper(engine, cfg.rollout)
+    progress, sleeper = step_log.progress, _sleeper(engine, cfg.rollout)
     # After a restore the learner has the checkpoint's weights; the engines still have those from before.
     await sync_weights(learner, engine, sleeper, version=progress.step)
     curve.resume(engine, step=progress.step)
-    async with rollouts as ahead:
+    async with rollouts:
         for step in range(progress.step, cfg.num_steps):
-            start = now()
-            collected = await ahead.next()
-            # The weights before this step have version `step`, because versions count the finished steps.
-            samples = to_samples(collected.kept, cfg.advantage, cfg.overlong, oldest_allowed=step - cfg.max_staleness)
-            sampled = now()
-            # No request is running now: the config refuses sleeping engines together with `max_staleness` above 0.
-            if sleeper is not None:
-                await curve.finish()
-                await sleeper.sleep()
-            update = await learner.step(samples.rows)
-            await curve.finish()  # its answers are of the weights before this step
-            trained = now()
-            await sync_weights(learner, engine, sleeper, version=step + 1)
-            curve.start(engine, step=step + 1)
-            synced = now()
+            phase = Phases()
+            with phase("sample"):
+                collected = await rollouts.next()
+            with phase("select"):
+                # The weights before this step have version `step`, because versions count the finished steps.
+                oldest = step - cfg.max_staleness
+                samples = to_samples(collected.kept, cfg.advantage, cfg.overlong, oldest_allowed=oldest)
+            with phase("learn"):
+                # No request is running now: the config refuses sleeping engines with `max_staleness` above 0.
+                if sleeper is not None:
+                    await curve.finish()
+                    await sleeper.sleep()
+                update = await learner.step(samples.rows)
+                await curve.finish()  # its answers are of the weights before this step
+            with phase("hand over"):
+                await sync_weights(learner, engine, sleeper, version=step + 1)
+                curve.start(engine, step=step + 1)
             # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
-            ahead.allow_another()
-
-            # Before the metrics and `count_step`, which read the counts.
-            collected.drops.add(samples.drops)
-            update |= describe_groups(collected.groups, collected.drops)
-            update |= speed(
-                collected, update, wait_s=sampled - start, train_s=trained - sampled, sync_s=synced - trained
-            )
-            count_step(progress, update, collected, minibatches_per_step=cfg.minibatches_per_step)
-            telemetry.log(update, step=progress.step)
-            telemetry.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
-            if step % max(1, cfg.num_steps // _NUM_SHOWN) == 0 or progress.step == cfg.num_steps:
-                save_shown(shown, collected.groups, step=progress.step)
-            # After `count_step`, so that the checkpoint includes this step's counts.
+            rollouts.allow_another()
+            step_log.log(collected, samples.drops, update, phase.seconds)
+            # After `log`, so that the checkpoint includes this step's counts.
             if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
                 await learner.save(progress.counters())
-            if progress.step >= _CHECK_FROM_STEP:
-                check_trained_share(progress, cfg.runtime.informative, shown=shown)
+            step_log.check()
         await curve.finish()
+
+
+class Phases:
+    """Seconds that each phase of a step took, by the event loop's clock."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure the block as the phase `name`."""
+        started = now()
+        yield
+        self.seconds[name] = now() - started
+
+
+class StepLog:
+    """Count, describe and log the steps of a run."""
+
+    def __init__(self, cfg: RlConfig, progress: RlState, telemetry: Telemetry, *, shown: Path) -> None:
+        """`shown` is the folder for a few steps' answers."""
+        self.progress = progress
+        self._cfg = cfg
+        self._telemetry = telemetry
+        self._shown = shown
+
+    def log(
+        self, collected: StepRollouts, drops: DropCounts, update: dict[str, float], seconds: Mapping[str, float]
+    ) -> None:
+        """Log a finished step; `drops` are of its selection, `update` the learner's metrics."""
+        cfg, progress = self._cfg, self.progress
+        # Before everything that reads the counts.
+        collected.drops.add(drops)
+        metrics = update | describe_groups(collected.groups, collected.drops) | speed(collected, update, seconds)
+        count_step(progress, metrics, collected, minibatches_per_step=cfg.minibatches_per_step)
+        self._telemetry.log(metrics, step=progress.step)
+        self._telemetry.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
+        is_last = progress.step == cfg.num_steps
+        if is_last or (progress.step - 1) % max(1, cfg.num_steps // _NUM_SHOWN) == 0:
+            save_shown(self._shown, collected.groups, step=progress.step)
+
+    def check(self) -> None:
+        """Raise DataError if hardly any group was trained on, once there are enough steps to tell."""
+        if self.progress.step >= _CHECK_FROM_STEP:
+            check_trained_share(self.progress, self._cfg.runtime.informative, shown=self._shown)
 
 
 def count_step(
@@ -177,9 +225,11 @@ def check_trained_share(progress: RlState, floor: YieldLimits, *, shown: Path) -
 
     `shown` is the folder of saved answers, of which the newest is the error's example.
     """
-    share = progress.trained_share(example=last_shown(shown))
+    what = f"prompts were trained on in {progress.step} steps (last pass rate {progress.pass_rate:.2f})"
     remedy = "Give it problems of another difficulty, a better model to start from, or more samples_per_group"
-    return check_yield(share, floor, key="rl.runtime.informative", remedy=remedy)
+    return check_yield(
+        progress.trained(), what, floor, key="rl.runtime.informative", remedy=remedy, example=last_shown(shown)
+    )
 
 
 async def sync_weights(
@@ -202,19 +252,22 @@ def _sleeper(engine: TrainableEngine, cfg: RolloutConfig) -> SleepingEngine | No
     return engine
 
 
-def speed(
-    collected: StepRollouts, update: dict[str, float], *, wait_s: float, train_s: float, sync_s: float
-) -> dict[str, float]:
+def speed(collected: StepRollouts, update: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
     """Return seconds by phase and tokens per second; `wait_s` is below `rollout_s` if sampling overlaps training."""
     return {
         "rl/time/rollout_s": collected.seconds,
-        "rl/time/wait_s": wait_s,
-        "rl/time/train_s": train_s,
-        "rl/time/sync_s": sync_s,
+        "rl/time/wait_s": seconds["sample"] + seconds["select"],
+        "rl/time/train_s": seconds["learn"],
+        "rl/time/sync_s": seconds["hand over"],
         # The floors only avoid a division by zero; a step without an applied update has no `rl/batch/tokens`.
         "rl/speed/sampled_tokens_per_s": collected.sampled_tokens / max(collected.seconds, 1e-9),
-        "rl/speed/trained_tokens_per_s": update.get("rl/batch/tokens", 0.0) / max(train_s, 1e-9),
+        "rl/speed/trained_tokens_per_s": update.get("rl/batch/tokens", 0.0) / max(seconds["learn"], 1e-9),
     }
+
+
+def _shown(setup: RlSetup) -> Path:
+    """Return the folder of the answers that are saved for the report while training goes on."""
+    return setup.workdir / "scratch" / "shown"
 
 
 def rollouts_of(cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress: RlState) -> Rollouts:

@@ -1,14 +1,34 @@
-"""Compute the policy loss of each token. N: loss tokens of a micro-batch.
+"""Compute the policy loss of each token: GPPO and its rivals. N: loss tokens of a micro-batch; R: rows.
 
-A loss gives each token a value and a weight F (`weights.py`): the gradient of its term is -F * advantage * grad(logp).
-Both are detached numbers computed from a bounded log-ratio, and only `token_loss` attaches the gradient, so no overflow
-can produce a NaN.
+Every loss has one form. It gives a token a value and a weight F, both plain numbers computed from a bounded log-ratio:
+
+    loss = -A * (value + F * (logp - logp.detach()))      so that its gradient is -F * A * grad(logp)
+
+Only `token_loss` attaches the gradient, so no overflow can produce a NaN. The losses differ in F alone. In this table r
+is the ratio of new to old probability, A the advantage, el and eh are eps_low and eps_high, bl and bh beta_low and
+beta_high, n and m low_power and high_root of dgpo, c is dual_clip or (aspo) max_weight:
+
+| F               | r < 1-el, A > 0 | r < 1-el, A < 0 | inside | r > 1+eh, A > 0 | r > 1+eh, A < 0 |
+|-----------------|-----------------|-----------------|--------|-----------------|-----------------|
+| clip            | r               | 0               | r      | 0               | r               |
+| gppo            | r               | bl(1-el)        | r      | bh(1+eh)        | r               |
+| cispo           | r               | r               | r      | 1+eh            | 1+eh            |
+| cispo two-sided | 1-el            | 1-el            | r      | 1+eh            | 1+eh            |
+| + dual clip c   |                 |                 |        |                 | 0 where r > c   |
+| dgpo            | r               | r(r/(1-el))^n   | r      | r((1+eh)/r)^1/m | r               |
+| aspo, A > 0     | min(1/r, c)     |                 | 1/r    | 0               |                 |
+| aspo, A < 0     |                 | 0               | r      |                 | min(r, c)       |
+| sapo            | 4rs(1-s) with s = sigmoid(tau(r-1)), everywhere                                   |
+| trm             | r; 0 in rows of which any token's (log r)^2 / 2 is above max_divergence           |
+| gspo            | as clip, with the geometric mean of r over the row in place of r                  |
+
+So where PPO's clip gives a token outside the range no gradient, GPPO gives it a bounded one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import assert_never
+from dataclasses import dataclass, fields, replace
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -33,14 +53,53 @@ _ENTROPY_FLOOR = 1e-8  # makes the ratio of two zero entropies 1 instead of 0/0 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLoss:
-    """A loss before reduction. All but `loss_N` are detached; masks are bool."""
+class TrainBatch:
+    """Inputs of a micro-batch's loss, all known before the first update of the RL step, per loss token."""
 
-    loss_N: Tensor
+    target_N: Tensor
+    """Token ids, int64."""
+    row_N: Tensor
+    """Row index of each token, int64, 0 to num_rows - 1. A row never spans two micro-batches."""
+    old_logp_N: Tensor
+    """Log-probs under the old policy, the denominator of the ratio: the learner's or the sampler's (`old_logps`)."""
+    sampler_logp_N: Tensor
+    """Log-probs reported by the sampler."""
+    ref_logp_N: Tensor
+    """Log-probs under the frozen initial model; NaN without a KL term."""
+    old_entropy_N: Tensor
+    """Entropy of the old policy over the vocabulary, nats; read only by ERC, NaN without it."""
+    advantage_N: Tensor
+    correction_N: Tensor
+    """Factor on value and weight that corrects the sampler/learner mismatch; 1 without correction."""
+    scale_N: Tensor
+    """Factor of a token's policy, KL and entropy terms: its share in the mini-batch's mean."""
+    lm_scale_N: Tensor
+    """`lm_coef` over the mini-batch's number of positive tokens, on tokens of positive samples; 0 on others."""
+    num_rows: int
+    cp_group: Context = ALONE
+    """Context-parallel ranks that hold the other tokens of these rows."""
+
+    def chunk(self, where: slice) -> TrainBatch:
+        """Return the batch restricted to a slice of its tokens."""
+        parts: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                parts[field.name] = value[where]
+        return replace(self, **parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """Value and weight F of each token, and what was done to it. All are detached; masks are bool."""
+
+    value_N: Tensor
     weight_N: Tensor
     """F times the mismatch correction; 0 where ERC removed the gradient."""
     log_ratio_N: Tensor
     """log(new / old), clamped to the bound."""
+    ratio_N: Tensor
+    """The ratio that is compared with the clip range: new over old, in gspo that of the row."""
     low_N: Tensor
     """Tokens with a negative advantage and a ratio below the clip range."""
     high_N: Tensor
@@ -64,48 +123,162 @@ def token_loss(
     *,
     erc: ErcConfig | None,
     max_log_ratio: float,
-) -> TokenLoss:
-    """Return the unreduced loss, finite even for infinite log-probs; NaN stays NaN so that an error is noticed."""
+) -> tuple[Tensor, TokenLoss]:
+    """Return the loss of each token, before reduction, and the numbers behind it.
+
+    Both are finite even for infinite log-probs; NaN stays NaN so that an error is noticed.
+    """
     logp_N = logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP)
     # Detach, because ratio, value and weight are numbers: the gradient flows through `carry_N` alone.
-    unbounded_N = log_ratio(logp_N.detach(), batch.old_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP))
-    log_ratio_N = unbounded_N.clamp(-max_log_ratio, max_log_ratio)
-    weights = token_weights(log_ratio_N, logp_N.detach(), batch, cfg)
-    erc_N = torch.zeros_like(weights.low_N)
+    token = _unclipped(logp_N.detach(), batch, cfg, max_log_ratio)
+    token = _weighed(token, logp_N.detach(), batch, cfg)
     if erc is not None:
-        erc_N = _entropy_moved(entropy_N.detach(), batch.old_entropy_N, erc)
-    # ERC removes a token's gradient and leaves its value.
-    weight_N = weights.weight_N.masked_fill(erc_N, 0) * batch.correction_N
-
+        token = _entropy_clipped(token, entropy_N.detach(), batch.old_entropy_N, erc)
+    token = replace(token, value_N=token.value_N * batch.correction_N, weight_N=token.weight_N * batch.correction_N)
     carry_N = logp_N - logp_N.detach()  # 0; its gradient is that of logp
+    # Negative, since the optimizer minimises and the objective of the papers is maximised.
+    return -batch.advantage_N * (token.value_N + token.weight_N * carry_N), token
+
+
+def _unclipped(logp_N: Tensor, batch: TrainBatch, cfg: LossConfig, max_log_ratio: float) -> TokenLoss:
+    """Return the policy gradient without clipping, from which the losses start: value and weight are the ratio."""
+    unbounded_N = log_ratio(logp_N, batch.old_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP))
+    log_ratio_N = unbounded_N.clamp(-max_log_ratio, max_log_ratio)
+    # The row's ratio is the geometric mean of its tokens' ratios, the same number for each of them. Its gradient by a
+    # token's log-prob is itself over the row's length: `normalise = "sample"` divides by that.
+    ratio_N = (row_mean(log_ratio_N, batch) if isinstance(cfg, GspoConfig) else log_ratio_N).exp()
+    # Only a ratio that left the range in the direction of its advantage: PPO's min(r A, clip(r) A) is clipped there.
+    low_N = (batch.advantage_N < 0) & (ratio_N < 1 - cfg.eps_low)
+    high_N = (batch.advantage_N > 0) & (ratio_N > 1 + cfg.eps_high)
     return TokenLoss(
-        # Negative, since the optimizer minimises and the objective of the papers is maximised.
-        loss_N=-batch.advantage_N * (weights.value_N * batch.correction_N + weight_N * carry_N),
-        weight_N=weight_N,
+        value_N=ratio_N,
+        weight_N=ratio_N,
         log_ratio_N=log_ratio_N,
-        low_N=weights.low_N,
-        high_N=weights.high_N,
-        clipped_N=weights.clipped_N,
-        dual_N=weights.dual_N,
-        erc_N=erc_N,
+        ratio_N=ratio_N,
+        low_N=low_N,
+        high_N=high_N,
+        clipped_N=low_N | high_N,
+        dual_N=torch.zeros_like(low_N),
+        erc_N=torch.zeros_like(low_N),
         bounded_N=unbounded_N.abs() > max_log_ratio,
     )
 
 
-def log_ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
-    """Return log(new / old); 0 where both are the same infinity, whose difference would be NaN."""
-    return torch.where(logp_N == old_logp_N, 0, logp_N - old_logp_N)
+def _weighed(token: TokenLoss, logp_N: Tensor, batch: TrainBatch, cfg: LossConfig) -> TokenLoss:
+    """Return the tokens with value and weight of this loss, all finite but for NaN."""
+    match cfg:
+        case GppoConfig():
+            return _gppo(token, batch.advantage_N, cfg)
+        case ClipConfig() | GspoConfig():
+            return _clip(token, batch.advantage_N, cfg)
+        case CispoConfig():
+            return _cispo(token, logp_N, cfg)
+        case DgpoConfig():
+            return _dgpo(token, cfg)
+        case AspoConfig():
+            return _aspo(token, batch.advantage_N, cfg)
+        case SapoConfig():
+            return _sapo(token, batch.advantage_N, cfg)
+        case TrmConfig():
+            return _trm(token, batch, cfg)
+        case _:
+            assert_never(cfg)
 
 
-def k3(log_ratio_N: Tensor) -> Tensor:
-    """Return the low-variance KL estimate r - 1 - log r in float64: never negative, and right to ten digits.
+def _gppo(token: TokenLoss, advantage_N: Tensor, cfg: GppoConfig) -> TokenLoss:
+    """Cap a clipped token's weight instead of removing its gradient; the betas scale its value and gradient.
 
-    Its gradient is as accurate. With x = log r the estimate is about x^2 / 2 for small x. Computed as exp(x) - 1 - x it
-    would be lost to rounding: in float32 from x = 1e-4 down, in float64 from 1e-8.
+    Klear-Reasoner equations 11 and 17, CE-GPPO equation 8.
     """
-    x_N = log_ratio_N.double()
-    series_N = x_N.square() / 2 * (1 + x_N / 3)  # the omitted next term is x^2 / 12 relative to x^2 / 2
-    return torch.where(x_N.abs() < _SMALL, series_N, torch.expm1(x_N) - x_N)
+    weight_N = torch.where(token.high_N, cfg.beta_high * (1 + cfg.eps_high), token.ratio_N)
+    weight_N = torch.where(token.low_N, cfg.beta_low * (1 - cfg.eps_low), weight_N)
+    return _dual_clipped(replace(token, value_N=weight_N, weight_N=weight_N), advantage_N, cfg.dual_clip)
+
+
+def _clip(token: TokenLoss, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) -> TokenLoss:
+    """Take PPO's minimum of clipped and unclipped: a clipped token has the bound as its value and no gradient."""
+    low_N = torch.where(token.low_N, 1 - cfg.eps_low, token.ratio_N)
+    value_N = torch.where(token.high_N, 1 + cfg.eps_high, low_N)
+    weight_N = token.ratio_N.masked_fill(token.clipped_N, 0)
+    return _dual_clipped(replace(token, value_N=value_N, weight_N=weight_N), advantage_N, cfg.dual_clip)
+
+
+def _cispo(token: TokenLoss, logp_N: Tensor, cfg: CispoConfig) -> TokenLoss:
+    """Weigh REINFORCE by the clipped ratio, without regard to the sign of the advantage (MiniMax-M1)."""
+    weight_N = token.ratio_N.clamp(min=1 - cfg.eps_low if cfg.two_sided else None, max=1 + cfg.eps_high)
+    # REINFORCE's surrogate is weight * logp, where PPO's is the ratio.
+    return replace(token, value_N=weight_N * logp_N, weight_N=weight_N, clipped_N=weight_N != token.ratio_N)
+
+
+def _dgpo(token: TokenLoss, cfg: DgpoConfig) -> TokenLoss:
+    """Let the weight of out-of-range tokens decay from the bound on, without a jump (DGPO, its published code)."""
+    ratio_N = token.ratio_N
+    below_N = ratio_N * (ratio_N / (1 - cfg.eps_low)) ** cfg.low_power
+    above_N = ratio_N * ((1 + cfg.eps_high) / ratio_N) ** (1 / cfg.high_root)
+    # `where` selects numbers: what the unused branch is for other tokens, even infinite, does not matter.
+    weight_N = torch.where(token.low_N, below_N, torch.where(token.high_N, above_N, ratio_N))
+    return replace(token, value_N=weight_N, weight_N=weight_N)
+
+
+def _aspo(token: TokenLoss, advantage_N: Tensor, cfg: AspoConfig) -> TokenLoss:
+    """Weigh positive tokens by 1/r, so that the least likely are raised most; clip as PPO does, then cap (ASPO)."""
+    flipped_N = torch.where(advantage_N > 0, -token.log_ratio_N, token.log_ratio_N).exp()
+    dual_N = flipped_N > cfg.max_weight
+    # The cap changes the weight and does not remove it, unlike the dual clip of the other losses.
+    capped_N = flipped_N.clamp(max=cfg.max_weight)
+    # A clipped token has the value at its bound: there a positive one weighs 1/r, a negative one r.
+    low_N = torch.where(token.low_N, 1 - cfg.eps_low, capped_N)
+    return replace(
+        token,
+        value_N=torch.where(token.high_N, 1 / (1 + cfg.eps_high), low_N),
+        weight_N=capped_N.masked_fill(token.clipped_N, 0),
+        clipped_N=token.clipped_N | dual_N,
+        dual_N=dual_N,
+    )
+
+
+def _sapo(token: TokenLoss, advantage_N: Tensor, cfg: SapoConfig) -> TokenLoss:
+    """Weigh by the derivative of a sigmoid of the ratio, which is 1 at r = 1 and falls on both sides (SAPO).
+
+    The weight does not depend on the clip range, which only the metrics read.
+    """
+    ratio_N = token.ratio_N
+    tau_N = torch.full_like(ratio_N, cfg.tau_negative).masked_fill(advantage_N > 0, cfg.tau_positive)
+    x_N = tau_N * (ratio_N - 1)
+    gate_N = x_N.sigmoid()
+    # The value is 4/tau s; its derivative by log(pi) is r times 4 s (1 - s), the weight.
+    # sigmoid(-x) is 1 - sigmoid(x) without the cancellation at large x.
+    return replace(token, value_N=4 / tau_N * gate_N, weight_N=4 * ratio_N * gate_N * (-x_N).sigmoid())
+
+
+def _trm(token: TokenLoss, batch: TrainBatch, cfg: TrmConfig) -> TokenLoss:
+    """Keep the rows all of whose tokens are in the trust region, unclipped, and mask the others whole (TRM).
+
+    Masked rows still count in the mean's denominator. The divergence is k2, (log r)^2 / 2, an estimate of the KL
+    divergence that sees changes in both directions.
+    """
+    masked_N = row_max(token.log_ratio_N.square() / 2, batch) > cfg.max_divergence
+    weight_N = token.ratio_N * ~masked_N  # a product, so that a NaN in a masked row stays one
+    return replace(token, value_N=weight_N, weight_N=weight_N, clipped_N=masked_N)
+
+
+def _dual_clipped(token: TokenLoss, advantage_N: Tensor, bound: float | None) -> TokenLoss:
+    """Apply the dual clip (arXiv 1912.09729): with A < 0 and a ratio above `bound`, value `bound` and no gradient."""
+    if bound is None:
+        return token
+    # The one quadrant in which clip and gppo leave the weight unbounded.
+    dual_N = (advantage_N < 0) & (token.ratio_N > bound)
+    value_N = torch.where(dual_N, bound, token.value_N)
+    weight_N = token.weight_N.masked_fill(dual_N, 0)
+    return replace(token, value_N=value_N, weight_N=weight_N, clipped_N=token.clipped_N | dual_N, dual_N=dual_N)
+
+
+def _entropy_clipped(token: TokenLoss, entropy_N: Tensor, old_entropy_N: Tensor, erc: ErcConfig) -> TokenLoss:
+    """Remove the gradient, not the value, where new over old entropy is outside (low, high) (arXiv 2512.05591)."""
+    ratio_N = (entropy_N + _ENTROPY_FLOOR) / (old_entropy_N + _ENTROPY_FLOOR)
+    # Both comparisons are false for NaN, so the token keeps its gradient and the loss shows the error.
+    erc_N = (ratio_N <= erc.low) | (ratio_N >= erc.high)
+    return replace(token, weight_N=token.weight_N.masked_fill(erc_N, 0), erc_N=erc_N)
 
 
 def at_step(cfg: LossConfig, step: int) -> LossConfig:
@@ -124,222 +297,20 @@ def joins_tokens(cfg: LossConfig) -> bool:
     return isinstance(cfg, GspoConfig | TrmConfig)
 
 
-def _entropy_moved(entropy_N: Tensor, old_entropy_N: Tensor, erc: ErcConfig) -> Tensor:
-    """Return the mask of tokens whose new entropy over old entropy is outside (low, high) (arXiv 2512.05591)."""
-    ratio_N = (entropy_N + _ENTROPY_FLOOR) / (old_entropy_N + _ENTROPY_FLOOR)
-    # Both comparisons are false for NaN, so the token keeps its gradient and the loss shows the error.
-    return (ratio_N <= erc.low) | (ratio_N >= erc.high)
+def log_ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
+    """Return log(new / old); 0 where both are the same infinity, whose difference would be NaN."""
+    return torch.where(logp_N == old_logp_N, 0, logp_N - old_logp_N)
 
 
-# ---- weights ----
-# Compute value and weight F of each token for every kind of policy loss. N: loss tokens of a micro-batch; R: rows.
-#
-# r is the ratio of new to old probability, A the advantage, el and eh are eps_low and eps_high, bl and bh beta_low and
-# beta_high, n and m low_power and high_root of dgpo, c is dual_clip or (aspo) max_weight.
-#
-# | weight F        | r < 1-el, A > 0 | r < 1-el, A < 0 | inside | r > 1+eh, A > 0 | r > 1+eh, A < 0 |
-# |-----------------|-----------------|-----------------|--------|-----------------|-----------------|
-# | clip            | r               | 0               | r      | 0               | r               |
-# | gppo            | r               | bl(1-el)        | r      | bh(1+eh)        | r               |
-# | cispo           | r               | r               | r      | 1+eh            | 1+eh            |
-# | cispo two-sided | 1-el            | 1-el            | r      | 1+eh            | 1+eh            |
-# | + dual clip c   |                 |                 |        |                 | 0 where r > c   |
-# | dgpo            | r               | r(r/(1-el))^n   | r      | r((1+eh)/r)^1/m | r               |
-# | aspo, A > 0     | min(1/r, c)     |                 | 1/r    | 0               |                 |
-# | aspo, A < 0     |                 | 0               | r      |                 | min(r, c)       |
-# | sapo            | 4rs(1-s) with s = sigmoid(tau(r-1)), everywhere                                   |
-# | trm             | r; 0 in rows of which any token's (log r)^2 / 2 is above max_divergence           |
+def k3(log_ratio_N: Tensor) -> Tensor:
+    """Return the low-variance KL estimate r - 1 - log r in float64: never negative, and right to ten digits.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatch:
-    """Inputs of a loss per token, apart from log-probs and entropies under the policy being trained."""
-
-    old_logp_N: Tensor
-    """Log-probs under the old policy, the denominator of the ratio."""
-    old_entropy_N: Tensor
-    """Entropy of the old policy over the vocabulary, nats; read only by ERC, NaN without it."""
-    advantage_N: Tensor
-    correction_N: Tensor
-    """Factor on value and weight that corrects the sampler/learner mismatch; 1 without correction."""
-    row_N: Tensor
-    """Row index of each token, int64, 0 to num_rows - 1. A row never spans two micro-batches."""
-    num_rows: int
-    cp_group: Context = ALONE
-    """Context-parallel ranks that hold the other tokens of these rows."""
-
-    def chunk(self, where: slice) -> TrainBatch:
-        """Return the batch restricted to a slice of its tokens."""
-        return replace(
-            self,
-            old_logp_N=self.old_logp_N[where],
-            old_entropy_N=self.old_entropy_N[where],
-            advantage_N=self.advantage_N[where],
-            correction_N=self.correction_N[where],
-            row_N=self.row_N[where],
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenWeights:
-    """Value and weight F of each token, and masks of where they differ from the ratio; all detached."""
-
-    value_N: Tensor
-    weight_N: Tensor
-    low_N: Tensor
-    high_N: Tensor
-    clipped_N: Tensor
-    dual_N: Tensor
-
-
-def token_weights(log_ratio_N: Tensor, logp_N: Tensor, batch: TrainBatch, cfg: LossConfig) -> TokenWeights:
-    """Return value and weight of each token from detached log-ratios and log-probs, all finite but for NaN."""
-    match cfg:
-        case GppoConfig():
-            return _gppo(log_ratio_N.exp(), batch.advantage_N, cfg)
-        case ClipConfig():
-            return _clip(log_ratio_N.exp(), batch.advantage_N, cfg)
-        case CispoConfig():
-            return _cispo(log_ratio_N.exp(), logp_N, batch.advantage_N, cfg)
-        case GspoConfig():
-            # The row's ratio is the geometric mean of its tokens' ratios, the same number for each of them. Its
-            # gradient by a token's log-prob is itself over the row's length: `normalise = "sample"` divides by that.
-            return _clip(row_mean(log_ratio_N, batch).exp(), batch.advantage_N, cfg)
-        case DgpoConfig():
-            return _dgpo(log_ratio_N.exp(), batch.advantage_N, cfg)
-        case AspoConfig():
-            return _aspo(log_ratio_N, batch.advantage_N, cfg)
-        case SapoConfig():
-            return _sapo(log_ratio_N.exp(), batch.advantage_N, cfg)
-        case TrmConfig():
-            return _trm(log_ratio_N, batch, cfg)
-        case _:
-            assert_never(cfg)
-
-
-def _gppo(ratio_N: Tensor, advantage_N: Tensor, cfg: GppoConfig) -> TokenWeights:
-    """Cap a clipped token's weight instead of removing its gradient; the betas scale its value and gradient.
-
-    Klear-Reasoner equations 11 and 17, CE-GPPO equation 8.
+    Its gradient is as accurate. With x = log r the estimate is about x^2 / 2 for small x. Computed as exp(x) - 1 - x it
+    would be lost to rounding: in float32 from x = 1e-4 down, in float64 from 1e-8.
     """
-    low_N, high_N = _outside(ratio_N, advantage_N, cfg)
-    weight_N = torch.where(high_N, cfg.beta_high * (1 + cfg.eps_high), ratio_N)
-    weight_N = torch.where(low_N, cfg.beta_low * (1 - cfg.eps_low), weight_N)
-    weights = _ranged(weight_N, weight_N, low_N, high_N)
-    return _dual_clipped(weights, ratio_N, advantage_N, cfg.dual_clip)
-
-
-def _clip(ratio_N: Tensor, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) -> TokenWeights:
-    """Take PPO's minimum of clipped and unclipped: a clipped token has the bound as its value and no gradient."""
-    # min(r A, clip(r) A) is the clipped branch only where the ratio left the range in A's direction: see `_outside`.
-    low_N, high_N = _outside(ratio_N, advantage_N, cfg)
-    value_N = torch.where(high_N, 1 + cfg.eps_high, torch.where(low_N, 1 - cfg.eps_low, ratio_N))
-    weight_N = ratio_N.masked_fill(low_N | high_N, 0)
-    weights = _ranged(value_N, weight_N, low_N, high_N)
-    return _dual_clipped(weights, ratio_N, advantage_N, cfg.dual_clip)
-
-
-def _cispo(ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, cfg: CispoConfig) -> TokenWeights:
-    """Weigh REINFORCE by the clipped ratio, without regard to the sign of the advantage (MiniMax-M1)."""
-    low_N, high_N = _outside(ratio_N, advantage_N, cfg)  # for metrics only: the weight below does not depend on them
-    weight_N = ratio_N.clamp(min=1 - cfg.eps_low if cfg.two_sided else None, max=1 + cfg.eps_high)
-    return TokenWeights(
-        value_N=weight_N * logp_N,  # REINFORCE's surrogate is weight * logp, where PPO's is the ratio
-        weight_N=weight_N,
-        low_N=low_N,
-        high_N=high_N,
-        clipped_N=weight_N != ratio_N,
-        dual_N=torch.zeros_like(low_N),
-    )
-
-
-def _dgpo(ratio_N: Tensor, advantage_N: Tensor, cfg: DgpoConfig) -> TokenWeights:
-    """Let the weight of out-of-range tokens decay from the bound on, without a jump (DGPO, its published code)."""
-    low_N, high_N = _outside(ratio_N, advantage_N, cfg)
-    below_N = ratio_N * (ratio_N / (1 - cfg.eps_low)) ** cfg.low_power
-    above_N = ratio_N * ((1 + cfg.eps_high) / ratio_N) ** (1 / cfg.high_root)
-    # `where` selects numbers: what the unused branch is for other tokens, even infinite, does not matter.
-    weight_N = torch.where(low_N, below_N, torch.where(high_N, above_N, ratio_N))
-    return _ranged(weight_N, weight_N, low_N, high_N)
-
-
-def _aspo(log_ratio_N: Tensor, advantage_N: Tensor, cfg: AspoConfig) -> TokenWeights:
-    """Weigh positive tokens by 1/r, so that the least likely are raised most; clip as PPO does, then cap (ASPO)."""
-    ratio_N = log_ratio_N.exp()
-    low_N, high_N = _outside(ratio_N, advantage_N, cfg)
-    flipped_N = torch.where(advantage_N > 0, -log_ratio_N, log_ratio_N).exp()
-    dual_N = flipped_N > cfg.max_weight
-    # The cap changes the weight and does not remove it, unlike the dual clip of the other losses.
-    capped_N = flipped_N.clamp(max=cfg.max_weight)
-    # A clipped token has the value at its bound: there a positive one weighs 1/r, a negative one r.
-    value_N = torch.where(high_N, 1 / (1 + cfg.eps_high), torch.where(low_N, 1 - cfg.eps_low, capped_N))
-    return TokenWeights(
-        value_N=value_N,
-        weight_N=capped_N.masked_fill(low_N | high_N, 0),
-        low_N=low_N,
-        high_N=high_N,
-        clipped_N=low_N | high_N | dual_N,
-        dual_N=dual_N,
-    )
-
-
-def _sapo(ratio_N: Tensor, advantage_N: Tensor, cfg: SapoConfig) -> TokenWeights:
-    """Weigh by the derivative of a sigmoid of the ratio, which is 1 at r = 1 and falls on both sides (SAPO)."""
-    low_N, high_N = _outside(ratio_N, advantage_N, cfg)  # for metrics only: the weight below does not depend on them
-    tau_N = torch.full_like(ratio_N, cfg.tau_negative).masked_fill(advantage_N > 0, cfg.tau_positive)
-    x_N = tau_N * (ratio_N - 1)
-    gate_N = x_N.sigmoid()
-    # The value is 4/tau s; its derivative by log(pi) is r times 4 s (1 - s), the weight.
-    # sigmoid(-x) is 1 - sigmoid(x) without the cancellation at large x.
-    return _ranged(4 / tau_N * gate_N, 4 * ratio_N * gate_N * (-x_N).sigmoid(), low_N, high_N)
-
-
-def _trm(log_ratio_N: Tensor, batch: TrainBatch, cfg: TrmConfig) -> TokenWeights:
-    """Keep the rows all of whose tokens are in the trust region, unclipped, and mask the others whole (TRM).
-
-    Masked rows still count in the mean's denominator. The divergence is k2, (log r)^2 / 2, an estimate of the KL
-    divergence that sees changes in both directions.
-    """
-    ratio_N = log_ratio_N.exp()
-    low_N, high_N = _outside(ratio_N, batch.advantage_N, cfg)
-    masked_N = row_max(log_ratio_N.square() / 2, batch) > cfg.max_divergence
-    weight_N = ratio_N * ~masked_N  # a product, so that a NaN in a masked row stays one
-    return TokenWeights(
-        value_N=weight_N,
-        weight_N=weight_N,
-        low_N=low_N,
-        high_N=high_N,
-        clipped_N=masked_N,
-        dual_N=torch.zeros_like(low_N),
-    )
-
-
-def _ranged(value_N: Tensor, weight_N: Tensor, low_N: Tensor, high_N: Tensor) -> TokenWeights:
-    """Return weights of which the tokens outside the range in the direction of their advantage count as clipped."""
-    return TokenWeights(
-        value_N=value_N,
-        weight_N=weight_N,
-        low_N=low_N,
-        high_N=high_N,
-        clipped_N=low_N | high_N,
-        dual_N=torch.zeros_like(low_N),
-    )
-
-
-def _outside(ratio_N: Tensor, advantage_N: Tensor, cfg: LossConfig) -> tuple[Tensor, Tensor]:
-    """Return masks (low, high) of tokens that left the clip range in the direction of their advantage."""
-    return (advantage_N < 0) & (ratio_N < 1 - cfg.eps_low), (advantage_N > 0) & (ratio_N > 1 + cfg.eps_high)
-
-
-def _dual_clipped(weights: TokenWeights, ratio_N: Tensor, advantage_N: Tensor, bound: float | None) -> TokenWeights:
-    """Apply the dual clip (arXiv 1912.09729): with A < 0 and a ratio above `bound`, value `bound` and no gradient."""
-    if bound is None:
-        return weights
-    # The one quadrant in which clip and gppo leave the weight unbounded.
-    dual_N = (advantage_N < 0) & (ratio_N > bound)
-    value_N = torch.where(dual_N, bound, weights.value_N)
-    weight_N = weights.weight_N.masked_fill(dual_N, 0)
-    return replace(weights, value_N=value_N, weight_N=weight_N, clipped_N=weights.clipped_N | dual_N, dual_N=dual_N)
+    x_N = log_ratio_N.double()
+    series_N = x_N.square() / 2 * (1 + x_N / 3)  # the omitted next term is x^2 / 12 relative to x^2 / 2
+    return torch.where(x_N.abs() < _SMALL, series_N, torch.expm1(x_N) - x_N)
 
 
 def row_mean(x_N: Tensor, batch: TrainBatch) -> Tensor:

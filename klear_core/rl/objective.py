@@ -18,30 +18,13 @@ from klear_core.config.rl import MismatchConfig, RlConfig
 from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_mean, token_loss
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.distributed import World
-from klear_core.train.logps import HeadOutput, fused_loss, token_logps
+from klear_core.train.logps import HeadOutput, TokenLogps, fused_loss, token_logps
 from klear_core.train.model import Head
 from klear_core.train.packing import MicroBatch, PackedBatch
 from klear_core.train.step import StepResult
 from klear_core.types import TrainSample
 
 _MIN_LOGP = -1e4  # replaces a log-prob of minus infinity, so that its loss is finite
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """Inputs of a micro-batch's loss, one number per loss token."""
-
-    target_N: Tensor
-    """Token ids, int64."""
-    batch: TrainBatch
-    sampler_logp_N: Tensor
-    """Log-probs reported by the sampler."""
-    ref_logp_N: Tensor
-    """Log-probs under the frozen initial model; NaN without a KL term."""
-    scale_N: Tensor
-    """Factor of a token's policy, KL and entropy terms: its weight in the mini-batch's mean."""
-    lm_scale_N: Tensor
-    """`lm_coef` over the mini-batch's number of positive tokens, on tokens of positive samples; 0 on others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,50 +43,50 @@ class Denominators:
         return cls(num_rows=len(rows), num_tokens=sum(lengths), num_positive_tokens=positive)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OldPolicy:
-    """Log-probs and entropies from before the RL step, per loss token of a micro-batch; NaN where not computed."""
+def make_batch(
+    micro: MicroBatch,
+    rows: Sequence[TrainSample],
+    old: TokenLogps | None,
+    ref_logp_N: Tensor | None,
+    denominators: Denominators,
+    cfg: RlConfig,
+) -> TrainBatch:
+    """Spread advantages and scales of rows over the micro-batch's loss tokens; `rows` is the complete mini-batch.
 
-    logp_N: Tensor
-    """Old log-probs, the denominator of the ratio: the learner's or the sampler's (`old_logps`)."""
-    sampler_logp_N: Tensor
-    entropy_N: Tensor
-    ref_logp_N: Tensor
-
-
-def make_targets(
-    micro: MicroBatch, rows: Sequence[TrainSample], old: OldPolicy, denominators: Denominators, cfg: RlConfig
-) -> Targets:
-    """Spread advantages and scales of rows over the micro-batch's loss tokens; `rows` is the complete mini-batch."""
+    `old` is of the learner before the RL step and `ref_logp_N` of the initial model; each is None where `cfg` needs
+    none.
+    """
 
     def per_row(values: Sequence[float]) -> Tensor:
         # From one value per row to one per token; `row_N` indexes the rows of the mini-batch.
         return torch.tensor(values, dtype=torch.float32, device=micro.target_N.device)[micro.row_N]
 
+    sampler_logp_N = micro.gather([s.old_logps for s in rows])
+    nan_N = torch.full_like(sampler_logp_N, torch.nan)
+    old_logp_N = sampler_logp_N
+    if cfg.old_logps == "learner":
+        assert old is not None, "old_logps = 'learner' needs the learner's log-probs"
+        old_logp_N = old.logp_N
     scales = [_scale(sum(r.loss_mask), denominators, cfg.normalise, cfg.rollout.sampling.max_new_tokens) for r in rows]
+    lm_scale = cfg.lm_coef / max(1, denominators.num_positive_tokens)  # a mini-batch may have no positive sample
     batch = TrainBatch(
-        old_logp_N=old.logp_N,
-        old_entropy_N=old.entropy_N,
-        advantage_N=per_row([r.advantage for r in rows]),
-        correction_N=torch.ones_like(old.logp_N),
+        target_N=micro.target_N,
         row_N=micro.row_N,
+        old_logp_N=old_logp_N,
+        sampler_logp_N=sampler_logp_N,
+        ref_logp_N=nan_N if ref_logp_N is None else ref_logp_N,
+        old_entropy_N=nan_N if old is None else old.entropy_N,
+        advantage_N=per_row([r.advantage for r in rows]),
+        correction_N=torch.ones_like(old_logp_N),
+        scale_N=per_row(scales),
+        lm_scale_N=per_row([lm_scale * r.is_positive for r in rows]),
         num_rows=len(rows),
         cp_group=micro.cp_group,
     )
     # The sampler's log-probs as old ones already make the ratio span the mismatch; there is nothing to correct.
-    if cfg.old_logps == "learner":
-        bound = cfg.max_log_ratio
-        correction_N = mismatch_correction(batch, old.sampler_logp_N, cfg.mismatch, max_log_ratio=bound)
-        batch = replace(batch, correction_N=correction_N)
-    lm_scale = cfg.lm_coef / max(1, denominators.num_positive_tokens)  # a mini-batch may have no positive sample
-    return Targets(
-        target_N=micro.target_N,
-        batch=batch,
-        sampler_logp_N=old.sampler_logp_N,
-        ref_logp_N=old.ref_logp_N,
-        scale_N=per_row(scales),
-        lm_scale_N=per_row([lm_scale * r.is_positive for r in rows]),
-    )
+    if cfg.old_logps == "sampler":
+        return batch
+    return replace(batch, correction_N=mismatch_correction(batch, cfg.mismatch, max_log_ratio=cfg.max_log_ratio))
 
 
 def _scale(
@@ -119,14 +102,12 @@ def _scale(
             return 1 / (denominators.num_rows * budget)
 
 
-def mismatch_correction(
-    batch: TrainBatch, sampler_logp_N: Tensor, cfg: MismatchConfig, *, max_log_ratio: float
-) -> Tensor:
+def mismatch_correction(batch: TrainBatch, cfg: MismatchConfig, *, max_log_ratio: float) -> Tensor:
     """Return each token's factor: learner over sampler probability, at most `truncate_at`.
 
     It is 0 for sequences whose geometric mean of that ratio, or its inverse, is above `max_sequence_ratio`.
     """
-    gap_N = log_ratio(batch.old_logp_N, sampler_logp_N).clamp(-max_log_ratio, max_log_ratio)
+    gap_N = log_ratio(batch.old_logp_N, batch.sampler_logp_N).clamp(-max_log_ratio, max_log_ratio)
     factor_N = torch.ones_like(gap_N) if cfg.truncate_at is None else gap_N.exp().clamp(max=cfg.truncate_at)
     if cfg.max_sequence_ratio is None:
         return factor_N
@@ -134,7 +115,7 @@ def mismatch_correction(
     return factor_N.masked_fill(row_mean(gap_N, batch).abs().exp() > cfg.max_sequence_ratio, 0)
 
 
-def loss_head(targets: Targets, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutput]:
+def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutput]:
     """Return the head to run the model with: it computes the micro-batch's summed loss and adds statistics to `stats`.
 
     `cfg.loss` is used without its schedule: the caller resolves scheduled betas.
@@ -142,20 +123,18 @@ def loss_head(targets: Targets, cfg: RlConfig, stats: TokenStats) -> Head[HeadOu
 
     def loss_fn(logp_C: Tensor, entropy_C: Tensor, where: slice) -> Tensor:
         logp_C = logp_C.clamp(min=_MIN_LOGP)
-        batch = targets.batch.chunk(where)
-        token = token_loss(logp_C, entropy_C, batch, cfg.loss, erc=cfg.erc, max_log_ratio=cfg.max_log_ratio)
-        scale_C = targets.scale_N[where]
-        stats.add(token, batch, entropy_C.detach(), scale_C, cfg.loss, truncate_at=cfg.mismatch.truncate_at)
-        loss_C = token.loss_N
+        part = batch.chunk(where)
+        loss_C, token = token_loss(logp_C, entropy_C, part, cfg.loss, erc=cfg.erc, max_log_ratio=cfg.max_log_ratio)
+        stats.add(token, part, entropy_C.detach(), cfg.loss, truncate_at=cfg.mismatch.truncate_at)
         if cfg.kl_coef > 0:
-            loss_C = loss_C + cfg.kl_coef * _kl(targets.ref_logp_N[where], logp_C, cfg.max_log_ratio)
+            loss_C = loss_C + cfg.kl_coef * _kl(part.ref_logp_N, logp_C, cfg.max_log_ratio)
         if cfg.entropy_coef > 0:
             loss_C = loss_C - cfg.entropy_coef * entropy_C  # minus: a bonus, which the optimizer is to raise
         # The language-model term is a negative log-likelihood over positive tokens, with a separate denominator.
-        return loss_C * scale_C - targets.lm_scale_N[where] * logp_C
+        return loss_C * part.scale_N - part.lm_scale_N * logp_C
 
     def head(hidden_NH: Tensor, weight_VH: Tensor) -> HeadOutput:
-        target_N, temperature = targets.target_N, cfg.rollout.sampling.temperature
+        target_N, temperature = batch.target_N, cfg.rollout.sampling.temperature
         # Token-wise losses form their gradient chunk by chunk in the forward pass, so logits are computed only once.
         if not joins_tokens(cfg.loss):
             return fused_loss(hidden_NH, weight_VH, target_N, loss_fn, temperature=temperature, need_entropy=True)
@@ -168,23 +147,19 @@ def loss_head(targets: Targets, cfg: RlConfig, stats: TokenStats) -> Head[HeadOu
 
 
 def _kl(ref_logp_N: Tensor, logp_N: Tensor, max_log_ratio: float) -> Tensor:
-    """Return the k3 estimate of KL(policy, reference): r is reference over policy, for samples from the policy."""
+    """Return the k3 estimate of KL(policy, initial model): r is initial model over policy, on the policy's tokens."""
     # Subtract in float64: k3 is about half the square of a small gap. The result goes back to the loss's dtype.
     gap_N = (ref_logp_N.double() - logp_N.double()).clamp(-max_log_ratio, max_log_ratio)
     return k3(gap_N).to(logp_N.dtype)
 
 
-# ---- update metrics ----
-# Describe the updates of one RL step: loss, gradient, batch, and how far sampler and learner differ.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """Input of one optimizer step: samples of all ranks, this rank's packed share, and loss targets by micro-batch."""
+    """Input of one optimizer step: samples of all ranks, this rank's packed share, and its inputs by micro-batch."""
 
     samples: Sequence[TrainSample]
     packed: PackedBatch
-    targets: tuple[Targets, ...]
+    batches: tuple[TrainBatch, ...]
 
 
 def update_metrics(
@@ -229,8 +204,8 @@ def _mismatch(first: MiniBatch, result: StepResult, world: World, *, bound: floa
     """
     # Log-ratio learner/sampler in float64: k3 is about gap^2/2, and float32 would round so small a value to 0.
     gaps = []
-    for output, targets in zip(result.outputs, first.targets, strict=True):
-        gaps.append(log_ratio(output.logp_N.double(), targets.sampler_logp_N.double()))
+    for output, batch in zip(result.outputs, first.batches, strict=True):
+        gaps.append(log_ratio(output.logp_N.double(), batch.sampler_logp_N.double()))
     gap_N = torch.cat(gaps).clamp(-bound, bound)
     k3_sum = world.sum(k3(gap_N).sum()).item()
     largest = world.max(torch.cat([gap_N.abs(), gap_N.new_zeros(1)]).max())  # this rank may have no token

@@ -45,8 +45,8 @@ def reward_of(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> fl
 
 def custom_reward(values: Mapping[str, float | None], cfg: RewardConfig) -> float:
     """Return the weighted sum of the user's rewards; `groups.py` drops answers for which one of them failed."""
-    weights = {reward.label: reward.weight for reward in cfg.custom}
-    return math.fsum(weights[name] * value for name, value in values.items() if value is not None)
+    weight_of = {reward.label: reward.weight for reward in cfg.custom}
+    return math.fsum(weight_of[name] * value for name, value in values.items() if value is not None)
 
 
 def is_positive(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> bool:

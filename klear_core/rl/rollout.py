@@ -1,4 +1,13 @@
-"""Sample answers and judge them. Every answer is a separate request, judged as soon as it arrives."""
+"""Turn prompts into judged groups of answers. Every answer is a separate request, judged as soon as it arrives.
+
+These invariants hold in both modes, rounds (here) and continuous (`continuous.py`):
+- Every prompt reaches the learner exactly once or is counted: the group of each position of the stream is in one step's
+  `StepRollouts.kept`, or in one step's `drops` with a reason.
+- An answer's problem and seed follow from its position and index alone, so that a resumed run asks the same again.
+- No token of an answer that is trained on is more than `max_staleness` versions of the weights old.
+- A failure of a judge or a reward function is never a reward: that answer leaves its group and is counted.
+- If nothing is sampled or judged for `stall_timeout_s`, the run ends with an error that says what is pending.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +20,12 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.prompts import completed, opening_of, render_prompt
-from klear_core.rl.groups import CANCELLED, SURPLUS, DropCounts, keep_informative
+from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
@@ -225,10 +235,6 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# ---- rounds ----
-# Sample in rounds: all answers of a round are waited for, and later rounds may run while the learner updates.
-
-
 class Collector:
     """Sample prompts in rounds until a step has enough informative groups or `max_rounds` is reached."""
 
@@ -260,8 +266,8 @@ class Collector:
                 break
         # Keep the first groups in stream order, because the fastest would be biased towards short answers.
         for surplus in kept[rollout.groups_per_step :]:
-            drops.count_group(SURPLUS)
-            drops.count_rollouts(f"group_{SURPLUS}", len(surplus.rollouts))
+            drops.count("group", SURPLUS)
+            drops.count("rollout", f"group_{SURPLUS}", len(surplus.rollouts))
         return StepRollouts(
             groups=tuple(groups),
             kept=tuple(kept[: rollout.groups_per_step]),
@@ -281,7 +287,7 @@ class Collector:
         for item in items:
             prompt_ids = self._sampler.prompt(item)
             if prompt_ids is None:
-                drops.count_group("prompt_too_long")
+                drops.count("group", "prompt_too_long")
                 continue
             samples = range(self._cfg.rollout.samples_per_group)
             round_.add(item, [asyncio.create_task(self._rollout(item, prompt_ids, i)) for i in samples])
@@ -289,8 +295,8 @@ class Collector:
         # Errors were raised above, so a group without all of its results was cancelled.
         groups = round_.groups()
         for _ in range(len(round_.items) - len(groups)):
-            drops.count_group(CANCELLED)
-            drops.count_rollouts(f"group_{CANCELLED}", self._cfg.rollout.samples_per_group)
+            drops.count("group", CANCELLED)
+            drops.count("rollout", f"group_{CANCELLED}", self._cfg.rollout.samples_per_group)
         return groups
 
     async def _rollout(self, item: StreamItem, prompt_ids: tuple[int, ...], sample_idx: int) -> Rollout:

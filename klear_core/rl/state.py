@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from klear_core.artifacts.manifest import LedgerStep, StageSummary, Yield
+from klear_core.artifacts.manifest import DropCounts, LedgerStep, StageSummary
 from klear_core.config.rl import RlConfig
 from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import METRICS_FILE, Telemetry, skipped_note
-from klear_core.rl.groups import CANCELLED, SURPLUS, TRAINED, DropCounts
+from klear_core.rl.groups import CANCELLED, SURPLUS, TRAINED, drop_ledger
 from klear_core.train.inline_eval import logged_points, point_metrics
 
 _DROPS, _UNFINISHED = "fate/", "unfinished/"
@@ -94,14 +94,13 @@ class RlState:
         plain = {k: v for k, v in counters.items() if not k.startswith((_DROPS, _UNFINISHED))}
         return cls(**plain, unfinished=tuple(unfinished), drops=DropCounts(Counter(drops)))  # type: ignore[arg-type]
 
-    def trained_share(self, *, example: str) -> Yield:
-        """Return the share of prompts whose group was trained on; surplus and cancelled groups do not count."""
-        drops = self.drops.of("group")
+    def trained(self) -> LedgerStep:
+        """Return how many prompts had a group that was trained on; surplus and cancelled groups do not count."""
+        drops = dict(sorted(self.drops.of("group").items()))
         # A surplus group was informative and only had no room, so it is neither trained on nor lost. Whether a
         # cancelled one was informative is unknown.
         lost = {reason: n for reason, n in drops.items() if reason not in (TRAINED, SURPLUS, CANCELLED)}
-        what = f"prompts were trained on in {self.step} steps (last pass rate {self.pass_rate:.2f})"
-        return Yield(what=what, num_in=drops.get(TRAINED, 0) + sum(lost.values()), lost=lost, example=example)
+        return LedgerStep.of("trained", "group", num_in=drops.get(TRAINED, 0) + sum(lost.values()), dropped=lost)
 
     def summary(self, choice: LedgerStep, *, minibatches_per_step: int, seed: int) -> StageSummary:
         """Return counts, ledger and notes for the stage's manifest and report."""
@@ -124,7 +123,7 @@ class RlState:
             "last_pass_rate": self.pass_rate,
         }
         return StageSummary(
-            counts=counts, ledger=(choice, *self.drops.ledger()), seeds={"rl": seed}, notes=tuple(notes)
+            counts=counts, ledger=(choice, *drop_ledger(self.drops)), seeds={"rl": seed}, notes=tuple(notes)
         )
 
 

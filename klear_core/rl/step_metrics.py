@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from klear_core.artifacts.manifest import DropCounts
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
 from klear_core.config.losses import LossConfig
-from klear_core.rl.groups import TRAINED, DropCounts
+from klear_core.rl.groups import TRAINED
 from klear_core.rl.losses import TokenLoss, TrainBatch
 from klear_core.train.distributed import World
 from klear_core.types import FinishReason, Outcome, Rollout, RolloutGroup
@@ -37,7 +38,7 @@ _SHARES = {
 }
 """Metrics that are the mean of one column of `TokenStats.add` over all tokens."""
 
-_WEIGHTS = {
+_BY_SIGN = {
     "rl/weight/positive": ("weight_positive", "positive"),
     "rl/weight/negative": ("weight_negative", "negative"),
 }
@@ -70,17 +71,16 @@ class TokenStats:
         token: TokenLoss,
         batch: TrainBatch,
         entropy_N: Tensor,
-        scale_N: Tensor,
         cfg: LossConfig,
         *,
         truncate_at: float | None,
     ) -> None:
-        """Add one chunk of tokens; `scale_N` is each token's factor in the loss, `truncate_at` the correction's cap."""
-        if token.loss_N.numel() == 0:
+        """Add one chunk of tokens; `truncate_at` is the cap of the mismatch correction."""
+        if token.weight_N.numel() == 0:
             return  # an empty tensor has no minimum
         ratio_N = token.log_ratio_N.exp()
         # Absolute gradient of the loss with respect to each token's log-prob.
-        pull_N = (token.weight_N * batch.advantage_N * scale_N).abs()
+        pull_N = (token.weight_N * batch.advantage_N * batch.scale_N).abs()
         positive_N, negative_N = batch.advantage_N > 0, batch.advantage_N < 0
         columns = {
             "tokens": torch.ones_like(ratio_N),
@@ -133,7 +133,7 @@ class TokenStats:
         if sums["tokens"] == 0:
             return {}
         metrics = {name: sums[column] / sums["tokens"] for name, column in _SHARES.items()}
-        for name, (weight, count) in _WEIGHTS.items():
+        for name, (weight, count) in _BY_SIGN.items():
             if sums[count]:
                 metrics[name] = sums[weight] / sums[count]
         # The extremes are stored as log-ratios, the smaller one with its sign flipped.
@@ -165,7 +165,7 @@ def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[s
     have the tags that the reward asks for.
     """
     rollouts = [r for g in groups for r in g.rollouts]  # all that were sampled, also of groups that were dropped
-    by_group, by_rollout = drops.of("group"), drops.of("rollout")
+    by_group, by_rollout = (dict(sorted(drops.of(unit).items())) for unit in ("group", "rollout"))
     # `asked` counts all; then each `pop` takes a reason out, so that what is left below are the other reasons.
     metrics = {
         "rl/groups/asked": float(sum(by_group.values())),

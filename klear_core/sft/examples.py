@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from klear_core.artifacts.manifest import LedgerStep, Yield, check_yield
+from klear_core.artifacts.manifest import LedgerStep, check_yield
 from klear_core.config.settings import YieldLimits
 from klear_core.config.train import SftConfig
 from klear_core.errors import DataError
@@ -182,9 +182,8 @@ def check_store(store: TokenStore, floor: YieldLimits, *, max_tokens: int) -> tu
     Raise DataError if they are too many or all.
     """
     what = f"traces give a training row (sft.max_tokens = {max_tokens})"
-    share = Yield(what=what, num_in=store.ledger.num_in, lost=store.ledger.dropped, example=store.example_lost)
     remedy = "If they are overlong, raise sft.max_tokens, or cut them: --set sft.overlong=cut"
-    return check_yield(share, floor, key="sft.runtime.rows", remedy=remedy)
+    return check_yield(store.ledger, what, floor, key="sft.runtime.rows", remedy=remedy, example=store.example_lost)
 
 
 def _stream(
@@ -241,7 +240,7 @@ class RowOrder:
         rows: Sequence[int],
         sources: Sequence[str],
         *,
-        weights: Mapping[str, float],
+        source_weights: Mapping[str, float],
         num_epochs: int,
         rows_per_step: int,
         seed: int,
@@ -251,13 +250,13 @@ class RowOrder:
             by_source.setdefault(sources[row], []).append(row)
         # Sort by name, because `_epoch` draws from one generator source by source.
         self._by_source = {source: np.array(by_source[source]) for source in sorted(by_source)}
-        self._weights = weights
+        self._source_weights = source_weights
         self._rows_per_step = rows_per_step
         self._seed = seed
         self.rows_per_epoch = len(self._epoch(0)) if rows else 0
         if not self.rows_per_epoch:
             raise DataError(
-                f"nothing to train on: source_weights {dict(weights)} leave none of {len(rows)} rows "
+                f"nothing to train on: source_weights {dict(source_weights)} leave none of {len(rows)} rows "
                 f"that are not held out"
             )
         self.num_rows = self.rows_per_epoch * num_epochs
@@ -284,7 +283,7 @@ class RowOrder:
         rng = np.random.default_rng(seed_for(self._seed, "sft/order", epoch))
         parts = []
         for source, rows in self._by_source.items():
-            weight = self._weights.get(source, 1.0)
+            weight = self._source_weights.get(source, 1.0)
             # A weight of 2.3 takes all rows twice, and a random 30 % of them once more.
             parts += [rows] * int(weight)
             parts.append(rng.permutation(rows)[: round((weight - int(weight)) * len(rows))])
@@ -306,17 +305,9 @@ class TrainingPlan:
 
     def ledger(self) -> tuple[LedgerStep, ...]:
         """Return the counts of rows that are held out, and of those that are never trained on, by setting."""
-        return self._held_out(), self._weighed()
-
-    def _held_out(self) -> LedgerStep:
-        num_train, num_held_out = len(self.split.train), len(self.split.validation)
-        return LedgerStep(
-            step="hold_out",
-            unit="row",
-            num_in=num_train + num_held_out,
-            num_out=num_train,
-            dropped={"validation": num_held_out},
-        )
+        num_rows, held_out = len(self.split.train), {"validation": len(self.split.validation)}
+        hold_out = LedgerStep.of("hold_out", "row", num_in=num_rows + held_out["validation"], dropped=held_out)
+        return hold_out, self._weighed()
 
     def _weighed(self) -> LedgerStep:
         """Count the rows that are trained on at least once, and the others by the setting that excludes them."""
@@ -324,9 +315,7 @@ class TrainingPlan:
         # Without `max_steps` all of `order` is trained on, so what that lacks is left out by source_weights.
         num_wanted, num_seen = self.order.num_distinct(self.order.num_steps), self.order.num_distinct(self.num_steps)
         dropped = {"source_weights": num_rows - num_wanted, "max_steps": num_wanted - num_seen}
-        return LedgerStep(
-            step="weigh", unit="row", num_in=num_rows, num_out=num_seen, dropped={k: n for k, n in dropped.items() if n}
-        )
+        return LedgerStep.of("weigh", "row", num_in=num_rows, dropped={k: n for k, n in dropped.items() if n})
 
 
 def plan_training(cfg: SftConfig, store: TokenStore, *, seed: int) -> TrainingPlan:
@@ -335,7 +324,7 @@ def plan_training(cfg: SftConfig, store: TokenStore, *, seed: int) -> TrainingPl
     order = RowOrder(
         split.train,
         store.sources,
-        weights=cfg.source_weights,
+        source_weights=cfg.source_weights,
         num_epochs=cfg.num_epochs,
         rows_per_step=cfg.rows_per_step,
         seed=seed,

@@ -309,8 +309,8 @@ def _validation_loss(
 Normalise = Literal["token", "sample"]
 
 
-def row_weights(rows: Sequence[TokenRow], normalise: Normalise) -> Tensor:
-    """Return the weight of each row's loss tokens, float32 [rows]; over all loss tokens the weights sum to 1.
+def row_scales(rows: Sequence[TokenRow], normalise: Normalise) -> Tensor:
+    """Return the factor of each row's loss tokens, float32 [rows]; over all loss tokens the factors sum to 1.
 
     `token`: 1 / loss tokens of the step. `sample`: 1 / (loss tokens of the row * rows).
     """
@@ -324,16 +324,16 @@ def sft_heads(
     micro_batches: Sequence[MicroBatch], rows: Sequence[TokenRow], normalise: Normalise
 ) -> list[Head[HeadOutput]]:
     """Return one head per micro-batch; losses of all micro-batches and ranks add up to the weighted cross-entropy."""
-    weights = row_weights(rows, normalise)
-    return [_sft_head(micro, weights) for micro in micro_batches]
+    scales = row_scales(rows, normalise)
+    return [_sft_head(micro, scales) for micro in micro_batches]
 
 
-def _sft_head(micro: MicroBatch, weights: Tensor) -> Head[HeadOutput]:
-    # Each loss token takes the weight of its row, whichever micro-batch it is in.
-    weight_N = weights.to(micro.row_N.device)[micro.row_N]
+def _sft_head(micro: MicroBatch, scales: Tensor) -> Head[HeadOutput]:
+    # Each loss token takes the factor of its row, whichever micro-batch it is in.
+    scale_N = scales.to(micro.row_N.device)[micro.row_N]
 
     def loss_fn(logp_C: Tensor, _entropy_C: Tensor, where: slice) -> Tensor:
-        return -weight_N[where] * logp_C  # minus: minimise the negative log-likelihood; `where` selects a chunk of N
+        return -scale_N[where] * logp_C  # minus: minimise the negative log-likelihood; `where` selects a chunk of N
 
     # The temperature stays 1: the cross-entropy is of the model itself, not of a sampler.
     return partial(fused_loss, target_N=micro.target_N, loss_fn=loss_fn)

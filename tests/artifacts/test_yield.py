@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from klear_core.artifacts.manifest import Yield, check_yield
+from klear_core.artifacts.manifest import LedgerStep, check_yield
 from klear_core.config.curate import CurateConfig, CurateRuntime, ReadYieldLimits
 from klear_core.config.data_jobs import CurateJob
 from klear_core.config.load import load_profile
@@ -12,13 +12,14 @@ from klear_core.config.settings import RareYieldLimits, YieldLimits, config_dige
 from klear_core.errors import DataError
 
 
-def share(num_out: int, num_in: int = 10) -> Yield:
+def share(num_out: int, num_in: int = 10) -> LedgerStep:
     lost = {"broken": num_in - num_out} if num_out < num_in else {}
-    return Yield(what="rows can be used", num_in=num_in, lost=lost, example="row 3: not JSON")
+    return LedgerStep.of("read", "row", num_in=num_in, dropped=lost)
 
 
-def check(found: Yield, floor: YieldLimits) -> tuple[str, ...]:
-    return check_yield(found, floor, key="curate.runtime.read", remedy="Repair it")
+def check(found: LedgerStep, floor: YieldLimits) -> tuple[str, ...]:
+    key, example = "curate.runtime.read", "row 3: not JSON"
+    return check_yield(found, "rows can be used", floor, key=key, remedy="Repair it", example=example)
 
 
 def test_a_share_below_the_floor_stops_with_the_value_the_limit_the_reasons_an_example_and_the_remedy():

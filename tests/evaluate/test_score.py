@@ -5,7 +5,8 @@ from evaluate_fakes import RIGHT, SILENT, UNJUDGED, WRONG, make_problem, make_sa
 
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.errors import DataError
-from klear_core.evaluate.score import ledger_step, make_report, metrics_of, powers_of_two, tally, warning_lines
+from klear_core.evaluate.counts import tally
+from klear_core.evaluate.score import ledger_step, make_report, metrics_of, powers_of_two, warning_lines
 from klear_core.evaluate.stats.intervals import estimates_of, new_problems_interval, rerun_interval
 from klear_core.scores import EvalReport
 from klear_core.types import Difficulty, EvalSample, Outcome, Problem, Verdict

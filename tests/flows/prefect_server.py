@@ -15,7 +15,7 @@ from typing import TypeVar
 import httpx
 from loopback import free_port
 
-from flows.serve import SURVIVES_RESTARTS
+from flows.servers import SURVIVES_RESTARTS
 
 ROOT = Path(__file__).parents[2]
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}

@@ -149,7 +149,7 @@ def test_a_damaged_artifact_is_not_reused_without_a_run(made: Path):
     (content,) = made.glob("artifacts/curate/*/content")
     content.write_text("CURATE")  # as long as before
     config = load_profile(ROOT / "configs/smoke", [f"workspace.root={made}"])
-    from flows.terminal import reuse_all
+    from flows.run import reuse_all
 
     assert reuse_all(config, ("benchmarks",)) is not None
     assert reuse_all(config, ("benchmarks", "curate")) is None
@@ -158,7 +158,7 @@ def test_a_damaged_artifact_is_not_reused_without_a_run(made: Path):
 
 
 def test_a_server_that_the_user_named_lists_every_run(made: Path, monkeypatch: pytest.MonkeyPatch):
-    from flows.terminal import reuse_all
+    from flows.run import reuse_all
 
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
     assert reuse_all(load_profile(ROOT / "configs/smoke", [f"workspace.root={made}"]), ("benchmarks",)) is None

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flows.terminal import RunConsole
+from flows.run import RunConsole
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.errors import TeacherError
 from tasks.progress import Attempt

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from flows.environment import check_endpoint, check_port, check_prefect, check_ray, check_tracking
+from flows.servers import check_endpoint, check_port, check_prefect, check_ray, check_tracking
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.errors import ConfigError
 

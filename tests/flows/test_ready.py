@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.pipeline import StageSelection, run_stages, tracked_run
+from flows.environment import StageSelection
+from flows.pipeline import run_stages, tracked_run
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig

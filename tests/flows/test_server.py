@@ -26,7 +26,8 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.pipeline import StageSelection, PipelineRun, tracked_run
+from flows.environment import StageSelection
+from flows.pipeline import PipelineRun, tracked_run
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.artifacts.manifest import StageSummary
 from tasks.stages import TASKS

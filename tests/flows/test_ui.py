@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flows.serve import SURVIVES_RESTARTS, prefect_environment, runs_page
+from flows.servers import SURVIVES_RESTARTS, prefect_environment, runs_page
 from tasks.mlflow_backend import VIEW_TAG
 
 

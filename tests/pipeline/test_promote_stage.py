@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from manifests import manifest
 
-from flows.terminal import intact_artifacts
+from flows.run import intact_artifacts
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.data_jobs import PromoteJob

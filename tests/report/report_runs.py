@@ -17,9 +17,10 @@ from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig, TorchEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings
+from klear_core.evaluate.compare.paired import PairedComparison
 from klear_core.metrics import MetricsFile
 from klear_core.pipeline.graph import stages_of
-from klear_core.report.run.data import PairedDifference, ReportInputs, RunInfo, StageFolder
+from klear_core.report.run.data import ComparedModels, ReportInputs, RunInfo, StageFolder
 from klear_core.scores import DecodingProfile, DifficultyScore, EvalReport, PassAtK, Range, Score, write_reports
 from klear_core.types import Difficulty, EvalSample, Outcome, Verdict
 
@@ -217,7 +218,7 @@ def ledger(step: str, unit: str, num_in: int, dropped: Mapping[str, int], **note
     )
 
 
-def differences() -> tuple[PairedDifference, ...]:
+def differences() -> tuple[ComparedModels, ...]:
     def one(
         before: str,
         after: str,
@@ -225,22 +226,25 @@ def differences() -> tuple[PairedDifference, ...]:
         low: float,
         high: float,
         decoding: Literal["sampled", "greedy"] = "sampled",
-    ) -> PairedDifference:
-        return PairedDifference(
+    ) -> ComparedModels:
+        scores = PairedComparison(
             benchmark="heldout",
             decoding=decoding,
-            before=before,
-            after=after,
-            value=value,
+            num_problems=NUM_PROBLEMS,
+            num_unpaired=0,
+            before=0,
+            after=0,
+            difference=value,
             rerun=Range(low=(value + low) / 2, high=(value + high) / 2) if decoding == "sampled" else None,
             new_problems=Range(low=low, high=high),
             floor_binds=False,
+            p=1e-9,
             p_corrected=1e-9,
             num_changed=200,
             confidence=0.95,
-            num_problems=NUM_PROBLEMS,
             is_same_decoding=True,
         )
+        return ComparedModels(before=before, after=after, scores=scores)
 
     return (
         one("base", "sft", 0.6709, 0.643, 0.697),

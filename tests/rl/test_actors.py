@@ -296,7 +296,7 @@ def test_a_learner_killed_in_the_middle_of_a_step_goes_on_from_its_checkpoint(
 
     def watch() -> None:
         while not killed:
-            for process in actors_of("LearnerActor.step"):
+            for process in actors_of("LearnerActor.call"):  # the next call is the step
                 process.kill()
                 killed.append(process.pid)
             time.sleep(0.001)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rl_builders import problem
 
-from klear_core.rl.groups import DropCounts
+from klear_core.artifacts.manifest import DropCounts
 from klear_core.rl.loop import speed
 from klear_core.rl.rollout import StepRollouts
 from klear_core.rl.step_metrics import describe_groups
@@ -39,11 +39,11 @@ GROUPS = (
 def test_means_are_of_judged_answers_and_lengths_of_all() -> None:
     """The third answer is right without its tags: it passes, and its reward is that of its form."""
     drops = DropCounts()
-    drops.count_group("trained")
-    drops.count_group("judge_failed")
-    drops.count_rollouts("trained", 2)
-    drops.count_rollouts("judge_failed")
-    drops.count_rollouts("group_judge_failed")
+    drops.count("group", "trained")
+    drops.count("group", "judge_failed")
+    drops.count("rollout", "trained", 2)
+    drops.count("rollout", "judge_failed")
+    drops.count("rollout", "group_judge_failed")
     assert describe_groups(GROUPS, drops) == pytest.approx(
         {
             "rl/groups/asked": 2,
@@ -71,7 +71,8 @@ def test_when_no_answer_could_be_judged_that_is_what_is_said() -> None:
 
 def test_speed_is_tokens_over_the_seconds_of_their_phase() -> None:
     collected = StepRollouts(groups=GROUPS, kept=(), drops=DropCounts(), position=0, seconds=4.0)
-    assert speed(collected, {"rl/batch/tokens": 30.0}, wait_s=1.0, train_s=5.0, sync_s=0.5) == {
+    seconds = {"sample": 0.75, "select": 0.25, "learn": 5.0, "hand over": 0.5}
+    assert speed(collected, {"rl/batch/tokens": 30.0}, seconds) == {
         "rl/time/rollout_s": 4,
         "rl/time/wait_s": 1,
         "rl/time/train_s": 5,

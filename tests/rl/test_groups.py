@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import GroupFilterConfig, OverlongConfig
-from klear_core.rl.groups import DropCounts, keep_informative
+from klear_core.rl.groups import drop_ledger, keep_informative
 from klear_core.types import (
     Completion,
     Difficulty,
@@ -143,12 +144,12 @@ def test_no_survivor_is_a_result() -> None:
 
 def test_ledger_adds_up_by_unit() -> None:
     drops = DropCounts()
-    drops.count_group("trained", 3)
-    drops.count_group("zero_advantage")
-    drops.count_rollouts("trained", 24)
-    drops.count_rollouts("group_zero_advantage", 7)
-    drops.count_rollouts("judge_failed")
-    groups, rollouts = drops.ledger()
+    drops.count("group", "trained", 3)
+    drops.count("group", "zero_advantage")
+    drops.count("rollout", "trained", 24)
+    drops.count("rollout", "group_zero_advantage", 7)
+    drops.count("rollout", "judge_failed")
+    groups, rollouts = drop_ledger(drops)
     assert (groups.num_in, groups.num_out, groups.dropped) == (4, 3, {"zero_advantage": 1})
     assert (rollouts.num_in, rollouts.num_out, rollouts.dropped) == (
         32,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_builders import train_batch
 
 from klear_core.config.losses import (
     LOSS_KINDS,
@@ -49,30 +50,23 @@ def batch_of(
     rows: list[int] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> TrainBatch:
-    old_logp_N = torch.tensor(old_logps, dtype=dtype)
-    return TrainBatch(
-        old_logp_N=old_logp_N,
-        old_entropy_N=torch.full_like(old_logp_N, torch.nan),
-        advantage_N=torch.tensor(advantages, dtype=dtype),
-        correction_N=torch.ones_like(old_logp_N),
-        row_N=torch.tensor(rows if rows is not None else list(range(len(old_logps)))),
-        num_rows=len(old_logps),
-    )
+    row_N = torch.tensor(rows if rows is not None else list(range(len(old_logps))))
+    return train_batch(torch.tensor(old_logps, dtype=dtype), torch.tensor(advantages, dtype=dtype), row_N=row_N)
 
 
 def loss_and_grad(
     logps: list[float], batch: TrainBatch, cfg: LossConfig, **options: object
-) -> tuple[TokenLoss, list[float]]:
+) -> tuple[TokenLoss, list[float], list[float]]:
     logp_N = torch.tensor(logps, dtype=batch.old_logp_N.dtype, requires_grad=True)
     settings: dict[str, object] = {"erc": None, "max_log_ratio": 20.0} | options
-    loss = token_loss(logp_N, torch.full_like(logp_N, torch.nan), batch, cfg, **settings)  # type: ignore[arg-type]
-    (grad_N,) = torch.autograd.grad(loss.loss_N.sum(), logp_N)
-    return loss, grad_N.tolist()
+    loss_N, token = token_loss(logp_N, torch.full_like(logp_N, torch.nan), batch, cfg, **settings)  # type: ignore[arg-type]
+    (grad_N,) = torch.autograd.grad(loss_N.sum(), logp_N)
+    return token, loss_N.tolist(), grad_N.tolist()
 
 
 def one_token(ratio: float, advantage: float, cfg: LossConfig) -> tuple[float, float]:
-    loss, grad = loss_and_grad([-1 + math.log(ratio)], batch_of([-1.0], [advantage]), cfg)
-    return loss.loss_N.item(), grad[0]
+    _, loss, grad = loss_and_grad([-1 + math.log(ratio)], batch_of([-1.0], [advantage]), cfg)
+    return loss[0], grad[0]
 
 
 def check_table(cfg: LossConfig, advantage: float, cells: list[tuple[float, float] | None]) -> None:
@@ -136,10 +130,10 @@ def test_dual_clip_caps_value_and_ends_the_gradient() -> None:
 def test_clipped_are_the_tokens_that_do_not_weigh_their_ratio(cfg: LossConfig, clipped: list[bool]) -> None:
     """Low and high are quadrants, whatever the loss does there."""
     ratios, advantages = [0.5, 0.5, 1.1, 1.1, 3.0, 3.0, 12.0], [1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
-    loss, _ = loss_and_grad([-9 + math.log(r) for r in ratios], batch_of([-9.0] * 7, advantages), cfg)
-    assert loss.clipped_N.tolist() == clipped
-    assert loss.low_N.tolist() == [a < 0 and r < 1 for r, a in zip(ratios, advantages, strict=True)]
-    assert loss.high_N.tolist() == [a > 0 and r > 2 for r, a in zip(ratios, advantages, strict=True)]
+    token, _, _ = loss_and_grad([-9 + math.log(r) for r in ratios], batch_of([-9.0] * 7, advantages), cfg)
+    assert token.clipped_N.tolist() == clipped
+    assert token.low_N.tolist() == [a < 0 and r < 1 for r, a in zip(ratios, advantages, strict=True)]
+    assert token.high_N.tolist() == [a > 0 and r > 2 for r, a in zip(ratios, advantages, strict=True)]
 
 
 CISPO_UPPER_GRADS = (0.25, 0.5, 0.9, 1, 1.2, 1.28, 1.28, 1.28, 1.28)
@@ -178,12 +172,12 @@ def test_aspo_vectors() -> None:
 
 def test_aspo_caps_the_weight_of_both_signs_and_counts_it_as_dual_clip() -> None:
     ratios, advantages = [0.25, 0.25, 0.5, 1.5, 1.5, 4.0], [1.0, -1.0, 1.0, 1.0, -1.0, -1.0]
-    loss, grad = loss_and_grad([-9 + math.log(r) for r in ratios], batch_of([-9.0] * 6, advantages), AspoConfig())
+    token, _, grad = loss_and_grad([-9 + math.log(r) for r in ratios], batch_of([-9.0] * 6, advantages), AspoConfig())
     assert grad == pytest.approx([-3, 0, -2, 0, 1.5, 3])
-    assert loss.dual_N.tolist() == [True, False, False, False, False, True]
-    assert loss.low_N.tolist() == [False, True, False, False, False, False]
-    assert loss.high_N.tolist() == [False, False, False, True, False, False]
-    assert loss.clipped_N.tolist() == [True, True, False, True, False, True]
+    assert token.dual_N.tolist() == [True, False, False, False, False, True]
+    assert token.low_N.tolist() == [False, True, False, False, False, False]
+    assert token.high_N.tolist() == [False, False, False, True, False, False]
+    assert token.clipped_N.tolist() == [True, True, False, True, False, True]
 
 
 def test_sapo_vectors() -> None:
@@ -199,11 +193,11 @@ def test_trm_masks_the_whole_row_of_a_token_that_left_the_trust_region() -> None
     """(log r)^2 / 2 is at most 0.125, 2.645 and 2.42 in the three rows, and 2.5 is allowed."""
     gaps = [0.5, -0.2, 0.1, -2.3, 2.2, 0.0]
     batch = batch_of([-3.0] * 6, [1.0, 1.0, 1.0, 1.0, -1.0, -1.0], rows=[0, 0, 1, 1, 2, 2])
-    loss, grad = loss_and_grad([-3 + gap for gap in gaps], batch, TrmConfig())
+    token, loss, grad = loss_and_grad([-3 + gap for gap in gaps], batch, TrmConfig())
     weights = [math.exp(0.5), math.exp(-0.2), 0, 0, math.exp(2.2), 1]
     assert grad == pytest.approx([-w * a for w, a in zip(weights, batch.advantage_N.tolist(), strict=True)])
-    assert loss.loss_N.tolist() == pytest.approx(grad)
-    assert loss.clipped_N.tolist() == [False, False, True, True, False, False]
+    assert loss == pytest.approx(grad)
+    assert token.clipped_N.tolist() == [False, False, True, True, False, False]
 
 
 def test_the_range_of_trm_is_that_of_its_divergence() -> None:
@@ -229,7 +223,7 @@ def test_gppo_weight_is_bounded_where_the_straight_through_form_grows() -> None:
 
 @pytest.mark.parametrize("cfg", ALL_LOSSES)
 def test_on_policy_every_loss_pulls_with_weight_exactly_one(cfg: LossConfig) -> None:
-    _, grad = loss_and_grad([-0.7, -2.5], batch_of([-0.7, -2.5], [1.5, -0.5]), cfg)
+    _, _, grad = loss_and_grad([-0.7, -2.5], batch_of([-0.7, -2.5], [1.5, -0.5]), cfg)
     assert grad == [-1.5, 0.5]
 
 
@@ -237,10 +231,10 @@ def test_gspo_clips_whole_sequences_by_their_mean_log_ratio() -> None:
     batch = batch_of([-1.0, -1.0, -1.0, -1.0], [1.0, 1.0, -1.0, -1.0], rows=[0, 0, 1, 1])
     cfg = GspoConfig(eps_low=0.2, eps_high=0.28)
     # Row 0: log-ratios 1 and -0.6, mean 0.2: ratio exp(0.2) = 1.2214 stays inside. Row 1: mean -0.5: 0.6065, below 0.8.
-    loss, grad = loss_and_grad([0.0, -1.6, -1.0, -2.0], batch, cfg)
-    assert loss.loss_N.tolist() == pytest.approx([-1.2214, -1.2214, 0.8, 0.8], abs=1e-4)
+    token, loss, grad = loss_and_grad([0.0, -1.6, -1.0, -2.0], batch, cfg)
+    assert loss == pytest.approx([-1.2214, -1.2214, 0.8, 0.8], abs=1e-4)
     assert grad == pytest.approx([-1.2214, -1.2214, 0, 0], abs=1e-4)
-    assert loss.low_N.tolist() == [False, False, True, True]
+    assert token.low_N.tolist() == [False, False, True, True]
 
 
 def test_gspo_gradient_is_that_of_the_sequence_ratio() -> None:
@@ -248,7 +242,7 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio() -> None:
     logp_N = torch.tensor(logps, dtype=torch.float64, requires_grad=True)
     ratio = (logp_N - torch.tensor(old_logps, dtype=torch.float64)).mean().exp()
     (expected_N,) = torch.autograd.grad(-3 * 0.7 * ratio, logp_N)  # each of three tokens carries the sequence's term
-    _, grad = loss_and_grad(
+    _, _, grad = loss_and_grad(
         logps, batch_of(old_logps, [0.7] * 3, rows=[0, 0, 0]), GspoConfig(eps_low=0.5, eps_high=0.5)
     )
     assert grad == pytest.approx(expected_N.tolist())
@@ -261,37 +255,29 @@ def test_only_sequence_losses_join_tokens() -> None:
 def test_clipped_sides_are_told_apart() -> None:
     batch = batch_of([-1.0] * 5, [1.0, -1.0, 1.0, -1.0, -1.0])
     logps = [-1 + math.log(r) for r in (1.5, 0.5, 0.5, 1.5, 12.0)]
-    loss, _ = loss_and_grad(logps, batch, GppoConfig(dual_clip=10))
-    assert loss.high_N.tolist() == [True, False, False, False, False]
-    assert loss.low_N.tolist() == [False, True, False, False, False]
-    assert loss.dual_N.tolist() == [False, False, False, False, True]
+    token, _, _ = loss_and_grad(logps, batch, GppoConfig(dual_clip=10))
+    assert token.high_N.tolist() == [True, False, False, False, False]
+    assert token.low_N.tolist() == [False, True, False, False, False]
+    assert token.dual_N.tolist() == [False, False, False, False, True]
 
 
 def test_erc_keeps_values_and_removes_gradients_of_moved_entropies() -> None:
-    batch = batch_of([-1.0] * 5, [1.0] * 5)
     old, new = [0.5, 0.5, 0.5, 0.0, 0.5], [0.5, 0.53, 0.47, 0.0, 0.524]
-    batch = TrainBatch(
-        old_logp_N=batch.old_logp_N,
-        old_entropy_N=torch.tensor(old, dtype=torch.float64),
-        advantage_N=batch.advantage_N,
-        correction_N=batch.correction_N,
-        row_N=batch.row_N,
-        num_rows=5,
-    )
+    batch = replace(batch_of([-1.0] * 5, [1.0] * 5), old_entropy_N=torch.tensor(old, dtype=torch.float64))
     logp_N = batch.old_logp_N.clone().requires_grad_()
-    loss = token_loss(
+    loss_N, _ = token_loss(
         logp_N, torch.tensor(new, dtype=torch.float64), batch, GppoConfig(), erc=ErcConfig(), max_log_ratio=20
     )
-    (grad_N,) = torch.autograd.grad(loss.loss_N.mean(), logp_N)
-    assert loss.loss_N.mean().item() == pytest.approx(-1.0)
+    (grad_N,) = torch.autograd.grad(loss_N.mean(), logp_N)
+    assert loss_N.mean().item() == pytest.approx(-1.0)
     assert grad_N.tolist() == pytest.approx([-0.2, 0, 0, -0.2, -0.2])
 
 
 def test_an_entropy_that_is_not_a_number_has_not_moved() -> None:
     """A fault of one token's entropy is not counted as clipping and takes away no gradient."""
     batch = replace(batch_of([-1.0] * 3, [1.0] * 3), old_entropy_N=torch.tensor([torch.nan, 0.5, 0.5]).double())
-    loss, grad = loss_and_grad([-1.0] * 3, batch, GppoConfig(), erc=ErcConfig())  # the new entropies are NaN
-    assert loss.erc_N.tolist() == [False] * 3
+    token, _, grad = loss_and_grad([-1.0] * 3, batch, GppoConfig(), erc=ErcConfig())  # the new entropies are NaN
+    assert token.erc_N.tolist() == [False] * 3
     assert grad == [-1.0] * 3
 
 
@@ -299,24 +285,17 @@ def test_a_chunk_of_a_batch_cuts_every_tensor_of_its_tokens() -> None:
     batch = batch_of([-1.0, -2.0, -3.0], [1.0, 2.0, 3.0])
     chunk = batch.chunk(slice(1, 3))
     per_token = [f.name for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)]
-    assert len(per_token) == 5
+    assert len(per_token) == 10
     for name in per_token:
         torch.testing.assert_close(getattr(chunk, name), getattr(batch, name)[1:3], equal_nan=True)
     assert (chunk.num_rows, chunk.cp_group) == (batch.num_rows, batch.cp_group)
 
 
 def test_mismatch_factor_scales_value_and_gradient() -> None:
-    batch = batch_of([-1.0, -1.0], [1.0, 1.0])
-    scaled = TrainBatch(
-        old_logp_N=batch.old_logp_N,
-        old_entropy_N=batch.old_entropy_N,
-        advantage_N=batch.advantage_N,
-        correction_N=torch.tensor([0.5, 0.0], dtype=torch.float64),
-        row_N=batch.row_N,
-        num_rows=2,
-    )
-    loss, grad = loss_and_grad([-1.0, -1.0], scaled, GppoConfig())
-    assert loss.loss_N.tolist() == [-0.5, 0.0]
+    correction_N = torch.tensor([0.5, 0.0], dtype=torch.float64)
+    scaled = replace(batch_of([-1.0, -1.0], [1.0, 1.0]), correction_N=correction_N)
+    _, loss, grad = loss_and_grad([-1.0, -1.0], scaled, GppoConfig())
+    assert loss == [-0.5, 0.0]
     assert grad == [-0.5, 0.0]
 
 
@@ -376,8 +355,8 @@ ANY_LOGP = st.one_of(
 def test_every_finite_or_infinite_input_gives_finite_loss_and_gradient(
     logp: float, old: float, advantage: float, which: LossConfig
 ) -> None:
-    loss, grad = loss_and_grad([logp], batch_of([old], [advantage], dtype=torch.float32), which)
-    assert math.isfinite(loss.loss_N.item())
+    _, loss, grad = loss_and_grad([logp], batch_of([old], [advantage], dtype=torch.float32), which)
+    assert math.isfinite(loss[0])
     assert math.isfinite(grad[0])
 
 
@@ -385,22 +364,22 @@ def test_every_finite_or_infinite_input_gives_finite_loss_and_gradient(
 @pytest.mark.parametrize("ratio", [math.exp(-25), 0.3, 0.9, 1.1, 4.0, math.exp(25)])
 @pytest.mark.parametrize("advantage", [0.7, -1.3])
 def test_the_gradient_is_weight_times_advantage(cfg: LossConfig, ratio: float, advantage: float) -> None:
-    loss, grad = loss_and_grad([-40 + math.log(ratio)], batch_of([-40.0], [advantage]), cfg)
-    assert grad == pytest.approx((-loss.weight_N * advantage).tolist(), rel=1e-12)
-    assert 0 <= loss.weight_N.item() <= math.exp(20) * (1 + 1e-9)
+    token, _, grad = loss_and_grad([-40 + math.log(ratio)], batch_of([-40.0], [advantage]), cfg)
+    assert grad == pytest.approx((-token.weight_N * advantage).tolist(), rel=1e-12)
+    assert 0 <= token.weight_N.item() <= math.exp(20) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("cfg", ALL_LOSSES)
 def test_a_nan_is_not_hidden(cfg: LossConfig) -> None:
-    loss, _ = loss_and_grad([math.nan], batch_of([-1.0], [1.0]), cfg)
-    assert math.isnan(loss.loss_N.item())
+    _, loss, _ = loss_and_grad([math.nan], batch_of([-1.0], [1.0]), cfg)
+    assert math.isnan(loss[0])
 
 
 def test_log_ratios_beyond_the_bound_are_counted() -> None:
-    loss, _ = loss_and_grad(
+    token, _, _ = loss_and_grad(
         [-0.1, -30.0, -1.0], batch_of([-30.0, -0.1, -1.0], [1.0] * 3), GppoConfig(), max_log_ratio=20.0
     )
-    assert loss.bounded_N.tolist() == [True, True, False]
+    assert token.bounded_N.tolist() == [True, True, False]
 
 
 def exact_k3(log_ratio: float) -> float:

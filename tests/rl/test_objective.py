@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from rl_builders import rl_config, sample
 
 from klear_core.config.losses import LOSS_KINDS
 from klear_core.config.rl import GrpoAdvantage, MismatchConfig, RlConfig
-from klear_core.rl.objective import Denominators, OldPolicy, loss_head, make_targets
+from klear_core.rl.losses import TrainBatch
+from klear_core.rl.objective import Denominators, loss_head, make_batch
 from klear_core.rl.rewards import advantages
 from klear_core.rl.step_metrics import TokenStats
+from klear_core.train.logps import TokenLogps
 from klear_core.train.packing import MicroBatch, pack
 from klear_core.types import TrainSample
 
@@ -20,24 +23,29 @@ VOCAB = 5
 CPU = torch.device("cpu")
 
 
-def old_of(
-    logp_N: torch.Tensor, *, sampler_logp_N: torch.Tensor | None = None, ref_logp_N: torch.Tensor | None = None
-) -> OldPolicy:
-    nan_N = torch.full_like(logp_N, torch.nan)
-    return OldPolicy(
-        logp_N=logp_N,
-        sampler_logp_N=logp_N if sampler_logp_N is None else sampler_logp_N,
-        entropy_N=nan_N,
-        ref_logp_N=nan_N if ref_logp_N is None else ref_logp_N,
-    )
+def batch_of(
+    micro: MicroBatch,
+    rows: list[TrainSample],
+    cfg: RlConfig,
+    *,
+    old_logp_N: torch.Tensor | None = None,
+    ref_logp_N: torch.Tensor | None = None,
+) -> TrainBatch:
+    """Old log-probs are by default those of the rows, in float64."""
+    old = None if old_logp_N is None else TokenLogps(old_logp_N, torch.full_like(old_logp_N, torch.nan))
+    batch = make_batch(micro, rows, old, ref_logp_N, Denominators.of(rows), cfg)
+    if old is not None:
+        return batch
+    return replace(batch, old_logp_N=micro.gather([r.old_logps for r in rows], torch.float64))
 
 
 def loss_and_logp_grad(
     rows: list[TrainSample],
     logps: list[list[float]],
     cfg: RlConfig,
-    old: OldPolicy | None = None,
     *,
+    old_logp_N: torch.Tensor | None = None,
+    ref_logp_N: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[float, list[float]]:
     """Loss and its derivative by each token's log-prob; the "model" is a table of logits with two tokens, so that any log-prob can be had.
@@ -48,9 +56,8 @@ def loss_and_logp_grad(
     logp_N = micro.gather([[0.0, 0.0, *row] for row in logps], torch.float64)
     x_N = (logp_N - torch.log1p(-logp_N.exp())).to(dtype).requires_grad_()
     hidden_NH = torch.stack([x_N, torch.zeros_like(x_N)], dim=1)
-    old = old or old_of(micro.gather([r.old_logps for r in rows], torch.float64))
-    targets = make_targets(micro, rows, old, Denominators.of(rows), cfg)
-    out = loss_head(targets, cfg, TokenStats(CPU))(hidden_NH, torch.eye(2, dtype=dtype))
+    batch = batch_of(micro, rows, cfg, old_logp_N=old_logp_N, ref_logp_N=ref_logp_N)
+    out = loss_head(batch, cfg, TokenStats(CPU))(hidden_NH, torch.eye(2, dtype=dtype))
     (grad_N,) = torch.autograd.grad(out.loss, x_N)
     by_place = sorted(
         zip(micro.row_N.tolist(), micro.column_N.tolist(), (grad_N / (1 - logp_N.exp())).tolist(), strict=True)
@@ -100,8 +107,8 @@ def test_normalisation_vector(normalise: str, expected: float) -> None:
 
 def test_kl_term_is_k3_of_the_reference() -> None:
     rows = [sample("p", [0, 0], [-1.0, -1.0], advantage=0.0)]
-    old = old_of(torch.tensor([-1.0, -1.0]), ref_logp_N=torch.tensor([-1.0, -1.5]))
-    loss, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]], rl_config(kl_coef=2.0), old)
+    ref_logp_N = torch.tensor([-1.0, -1.5])
+    loss, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]], rl_config(kl_coef=2.0), ref_logp_N=ref_logp_N)
     assert loss == pytest.approx(2.0 * (math.exp(-0.5) - 1 + 0.5) / 2, rel=1e-5)
     assert grad == pytest.approx([0, 1 - math.exp(-0.5)], rel=1e-5)
 
@@ -112,8 +119,8 @@ def test_kl_term_and_its_gradient_are_right_where_policy_and_reference_hardly_di
 ) -> None:
     """k3 is half the gap squared, but for its cube; what is left of it in float32 comes from the rounding of the log-prob itself."""
     rows = [sample("p", [0], [-1.0], advantage=0.0)]
-    old = old_of(torch.tensor([-1.0], dtype=dtype), ref_logp_N=torch.tensor([-1.0 + gap], dtype=dtype))
-    loss, grad = loss_and_logp_grad(rows, [[-1.0]], rl_config(kl_coef=1.0), old, dtype=dtype)
+    ref_logp_N = torch.tensor([-1.0 + gap], dtype=dtype)
+    loss, grad = loss_and_logp_grad(rows, [[-1.0]], rl_config(kl_coef=1.0), ref_logp_N=ref_logp_N, dtype=dtype)
     assert loss == pytest.approx(gap**2 / 2 + gap**3 / 6, rel=rel, abs=0)
     assert grad == pytest.approx([-math.expm1(gap)], rel=rel, abs=0)
 
@@ -125,28 +132,27 @@ def test_entropy_bonus_is_the_mean_entropy() -> None:
 
 
 def test_truncated_importance_weights_scale_tokens_up_to_the_cap() -> None:
-    rows = [sample("p", [0, 0], [-1.0, -1.0])]
-    old = old_of(torch.tensor([-1.0, -1.0]), sampler_logp_N=torch.tensor([-1.0 - math.log(3), -1.0 - math.log(0.5)]))
+    rows = [sample("p", [0, 0], [-1.0 - math.log(3), -1.0 - math.log(0.5)])]
     cfg = rl_config(old_logps="learner", mismatch=MismatchConfig(truncate_at=2.0))
-    loss, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]], cfg, old)
+    loss, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]], cfg, old_logp_N=torch.tensor([-1.0, -1.0]))
     assert grad == pytest.approx([-2.0 / 2, -0.5 / 2], rel=1e-5)
     assert loss == pytest.approx(-1.25, rel=1e-5)
 
 
 def test_a_sequence_too_far_from_its_sampler_is_masked_whole_and_still_counted() -> None:
     """Learner over sampler: exp(0.5) = 1.65 and exp(-0.5), one over that, are too far; exp(0.3) = 1.35 and exp(-0.3) are not."""
-    rows = [sample(name, [0, 0], [-1.0, -1.0]) for name in "abcd"]
-    sampler_logp_N = torch.tensor([-1.0, -2.0, -0.5, -0.5, -1.3, -1.3, -0.7, -0.7])
-    old = old_of(torch.full((8,), -1.0), sampler_logp_N=sampler_logp_N)
+    sampler_logps = {"a": (-1.0, -2.0), "b": (-0.5, -0.5), "c": (-1.3, -1.3), "d": (-0.7, -0.7)}
+    rows = [sample(name, [0, 0], logps) for name, logps in sampler_logps.items()]
     cfg = rl_config(old_logps="learner", mismatch=MismatchConfig(max_sequence_ratio=1.5))
-    _, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]] * 4, cfg, old)
+    _, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]] * 4, cfg, old_logp_N=torch.full((8,), -1.0))
     assert grad == pytest.approx([0, 0, 0, 0, *[-1 / 8] * 4], rel=1e-5)
 
 
 def test_infinite_log_probs_of_old_and_reference_stay_finite() -> None:
     rows = [sample("p", [0, 0, 0], [-math.inf, -1.0, -1.0], is_positive=True)]
-    old = old_of(torch.tensor([-math.inf, -1.0, -1e30]), ref_logp_N=torch.tensor([-1.0, -math.inf, -1.0]))
-    loss, grad = loss_and_logp_grad(rows, [[-1.0, -1.0, -1.0]], rl_config(kl_coef=0.1, lm_coef=0.1), old)
+    old_logp_N, ref_logp_N = torch.tensor([-math.inf, -1.0, -1e30]), torch.tensor([-1.0, -math.inf, -1.0])
+    cfg = rl_config(old_logps="learner", kl_coef=0.1, lm_coef=0.1)
+    loss, grad = loss_and_logp_grad(rows, [[-1.0] * 3], cfg, old_logp_N=old_logp_N, ref_logp_N=ref_logp_N)
     assert math.isfinite(loss)
     assert all(math.isfinite(g) for g in grad)
 
@@ -157,11 +163,10 @@ def micro_losses(
     """Summed loss and the gradient by a head weight, over micro-batches whose hidden states depend on the token alone."""
     weight_VH = torch.linspace(-1, 1, 256 * 4, dtype=torch.float64).reshape(256, 4).sin().requires_grad_()
     table = torch.linspace(-2, 2, 256 * 4, dtype=torch.float64).reshape(256, 4).cos()
-    counts, stats = Denominators.of(rows), TokenStats(CPU)
+    stats = TokenStats(CPU)
     total = torch.zeros((), dtype=torch.float64)
     for micro in micro_batches:
-        old = old_of(micro.gather([r.old_logps for r in rows], torch.float64))
-        head = loss_head(make_targets(micro, rows, old, counts, cfg), cfg, stats)
+        head = loss_head(batch_of(micro, rows, cfg), cfg, stats)
         total = total + head(table[micro.token_ids_1T.flatten()[micro.predictor_N]], weight_VH).loss
     (grad_VH,) = torch.autograd.grad(total, weight_VH)
     return total.item(), grad_VH, stats
@@ -187,10 +192,9 @@ def test_statistics_by_hand() -> None:
     logp_N = micro.gather([[0.0, 0.0, *row] for row in logps], torch.float64)
     x_N = logp_N - torch.log1p(-logp_N.exp())
     cfg, stats = rl_config(), TokenStats(CPU)
-    targets = make_targets(
-        micro, rows, old_of(micro.gather([r.old_logps for r in rows], torch.float64)), Denominators.of(rows), cfg
+    loss_head(batch_of(micro, rows, cfg), cfg, stats)(
+        torch.stack([x_N, torch.zeros_like(x_N)], dim=1), torch.eye(2, dtype=torch.float64)
     )
-    loss_head(targets, cfg, stats)(torch.stack([x_N, torch.zeros_like(x_N)], dim=1), torch.eye(2, dtype=torch.float64))
     metrics = stats.metrics()
     assert metrics["rl/ratio/mean"] == pytest.approx(1.0)
     assert (metrics["rl/ratio/min"], metrics["rl/ratio/max"]) == pytest.approx((0.5, 1.5))

@@ -22,7 +22,7 @@ from rl_builders import (
 )
 from safetensors.torch import load_file
 
-from klear_core.artifacts.manifest import LedgerStep, StageSummary
+from klear_core.artifacts.manifest import DropCounts, LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard
 from klear_core.config.evaluate import SamplingConfig, TorchEngineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
@@ -32,7 +32,6 @@ from klear_core.errors import DataError
 from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
 from klear_core.metrics import NullTelemetry
-from klear_core.rl.groups import DropCounts
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlSetup, Workers
 from klear_core.rl.loop import check_trained_share, run_rl, train_rl
 from klear_core.rl.rollout import Lookahead, StepRollouts
@@ -333,7 +332,7 @@ def test_steps_without_a_survivor_change_nothing_and_end_cleanly(
 
 def test_progress_survives_as_plain_numbers() -> None:
     progress = RlState(step=3, position=12, largest_ratio_gap=0.25)
-    progress.drops.count_group("trained", 5)
+    progress.drops.count("group", "trained", 5)
     assert RlState.of(progress.counters()) == progress
 
 
@@ -391,11 +390,11 @@ def test_groups_that_seldom_teach_are_a_warning_and_surplus_is_no_loss(
     tmp_path: Path, num_taught: int, num_warnings: int
 ) -> None:
     progress = RlState(step=3)
-    progress.drops.count_group("trained", num_taught)
-    progress.drops.count_group("zero_advantage", 1000 - num_taught)
-    progress.drops.count_group("surplus", 5000)
+    progress.drops.count("group", "trained", num_taught)
+    progress.drops.count("group", "zero_advantage", 1000 - num_taught)
+    progress.drops.count("group", "surplus", 5000)
     assert len(check_trained_share(progress, RareYieldLimits(), shown=tmp_path)) == num_warnings
-    progress.drops.count_group("too_hard", 1000 * num_taught)
+    progress.drops.count("group", "too_hard", 1000 * num_taught)
     with pytest.raises(DataError, match="too_hard"):
         check_trained_share(progress, RareYieldLimits(), shown=tmp_path)
 

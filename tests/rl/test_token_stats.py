@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from rl_builders import train_batch
 
 from klear_core.config.losses import AspoConfig, CispoConfig, ErcConfig, GppoConfig, LossConfig
-from klear_core.rl.losses import TrainBatch, token_loss
+from klear_core.rl.losses import token_loss
 from klear_core.rl.step_metrics import TokenStats
 
 CPU = torch.device("cpu")
@@ -28,19 +29,18 @@ def stats_of(
     num = len(ratios)
     old_logp_N = torch.full((num,), -9.0)
     old_entropy_N, entropy_N = torch.tensor(entropies or [(1.0, 1.0)] * num).unbind(1)
-    batch = TrainBatch(
-        old_logp_N=old_logp_N,
+    batch = train_batch(
+        old_logp_N,
+        torch.tensor(advantages),
         old_entropy_N=old_entropy_N,
-        advantage_N=torch.tensor(advantages),
         correction_N=torch.tensor(corrections or [1.0] * num),
-        row_N=torch.arange(num),
-        num_rows=num,
+        scale_N=torch.tensor(scales or [1.0] * num),
     )
-    token = token_loss(
+    _, token = token_loss(
         old_logp_N + torch.tensor(ratios).log(), entropy_N, batch, cfg, erc=ErcConfig(), max_log_ratio=3.0
     )
     stats = TokenStats(CPU)
-    stats.add(token, batch, entropy_N, torch.tensor(scales or [1.0] * num), cfg, truncate_at=truncate_at)
+    stats.add(token, batch, entropy_N, cfg, truncate_at=truncate_at)
     return stats.metrics()
 
 

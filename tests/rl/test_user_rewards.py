@@ -11,13 +11,14 @@ import pytest
 from pydantic import ValidationError
 from rl_builders import problem, rl_config, tiny_base
 
+from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.rl import CustomReward, GroupFilterConfig, OverlongConfig, RewardConfig, RlConfig, RolloutConfig
 from klear_core.config.verify import VerifyConfig, VerifyRuntime
 from klear_core.errors import RewardError
 from klear_core.generate.engine import FakeAnswer, FakeEngine
 from klear_core.prompts import load_tokenizer
-from klear_core.rl.groups import DropCounts, keep_informative, to_samples
+from klear_core.rl.groups import keep_informative, to_samples
 from klear_core.rl.rewards import UserRewards, custom_reward
 from klear_core.rl.rollout import Collector, PromptStream, Sampler, StepRollouts
 from klear_core.rl.step_metrics import describe_groups

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from klear_core.sft.loop import row_weights, sft_heads
+from klear_core.sft.loop import row_scales, sft_heads
 from klear_core.train.packing import pack
 from klear_core.types import SftExample
 
@@ -46,8 +46,8 @@ def test_micro_batches_of_one_row_add_up_to_the_whole(normalise):
 
 @pytest.mark.parametrize("normalise", ["token", "sample"])
 def test_weights_of_all_loss_tokens_sum_to_one(normalise):
-    weights = row_weights([LONG, SHORT, SHORT], normalise)
-    assert (weights * torch.tensor([3, 1, 1])).sum().item() == pytest.approx(1.0)
+    scales = row_scales([LONG, SHORT, SHORT], normalise)
+    assert (scales * torch.tensor([3, 1, 1])).sum().item() == pytest.approx(1.0)
 
 
 def test_prompt_tokens_do_not_count():

@@ -11,7 +11,12 @@ from klear_core.sft.examples import RowOrder, split_rows
 def order(num_rows=10, *, weights=None, num_epochs=2, rows_per_step=4, seed=0, sources=None):
     sources = sources or ["a"] * num_rows
     return RowOrder(
-        range(num_rows), sources, weights=weights or {}, num_epochs=num_epochs, rows_per_step=rows_per_step, seed=seed
+        range(num_rows),
+        sources,
+        source_weights=weights or {},
+        num_epochs=num_epochs,
+        rows_per_step=rows_per_step,
+        seed=seed,
     )
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from klear_core.errors import ConfigError
-from tasks.mlflow_backend import database_file, ensure_database, refuse_broken_with_runs
+from tasks.mlflow_database import database_file, ensure_database, refuse_broken_with_runs
 
-MAKE = "import sys; from pathlib import Path; from tasks.mlflow_backend import ensure_database; ensure_database(Path(sys.argv[1]))"
+MAKE = "import sys; from pathlib import Path; from tasks.mlflow_database import ensure_database; ensure_database(Path(sys.argv[1]))"
 
 
 @pytest.fixture(scope="module")

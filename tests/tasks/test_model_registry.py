@@ -26,10 +26,10 @@ from klear_core.evaluate.compare.promotion import are_comparable, read_decision
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import open_store
 from klear_core.train.base_model import prepare_base
-from tasks.evaluate import promote
 from tasks.mlflow_backend import mlflow_client
 from tasks.model_registry import Promotion, Registry, open_registry
-from tasks.progress import SilentConsole, set_console
+from tasks.progress import Console, set_console
+from tasks.stages import promote
 from tasks.tracking import RunInfo, tracking_uri
 
 _names = count()
@@ -44,7 +44,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> WorkspaceConfig:
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    set_console(SilentConsole())
+    set_console(Console())
 
 
 @pytest.fixture
@@ -445,7 +445,7 @@ def test_the_stage_promotes_refuses_and_decides_the_same_when_it_is_run_again(
     assert champion.number == 1
 
 
-class Meanwhile(SilentConsole):
+class Meanwhile(Console):
     """Calls `act` once when a stage has made its artifact."""
 
     def __init__(self, act: Callable[[], object]) -> None:

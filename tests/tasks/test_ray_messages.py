@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from flows.terminal import RunConsole
+from flows.run import RunConsole
 from tasks.resources import RAYS_THREAD, ray_messages_logged
 
 DIED = "\x1b[33m(raylet)\x1b[0m A worker died or was killed while executing a task by an unexpected system error."

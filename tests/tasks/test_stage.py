@@ -17,7 +17,7 @@ from klear_core.pipeline.graph import open_store
 from tasks import tracking
 from tasks.delivery import Undelivered
 from tasks.mlflow_backend import VIEW_TAG
-from tasks.progress import SilentConsole, set_console
+from tasks.progress import Console, set_console
 from tasks.stage import run_stage
 from tasks.tracking import RunInfo, code_commit
 
@@ -244,7 +244,7 @@ def test_the_console_is_told_of_start_progress_reuse_and_failure(workspace: Work
 def told() -> Iterator[list[str]]:
     lines: list[str] = []
 
-    class Console(SilentConsole):
+    class Lines(Console):
         def stage_started(self, stage, *, attempt):
             lines.append(f"start {stage} {attempt}")
 
@@ -257,9 +257,9 @@ def told() -> Iterator[list[str]]:
         def stage_failed(self, stage, error, attempt):
             lines.append(f"failed {stage}: {error} ({attempt.number} of {attempt.of})")
 
-    set_console(Console())
+    set_console(Lines())
     yield lines
-    set_console(SilentConsole())
+    set_console(Console())
 
 
 def client(workspace: WorkspaceConfig):

@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 
 from klear_core.metrics import MetricsFile
-from tasks.delivery import (
-    Connection,
-    Limits,
+from tasks.delivery import Connection, Limits, StageRun, Undelivered
+from tasks.mlflow_backend import (
+    MAX_POINTS_PER_REQUEST,
     MetricPoint,
     OpenRun,
     Refused,
     RunStatus,
-    StageRun,
     TrackedRun,
-    Undelivered,
     Unreachable,
     server_name,
     without_password,
@@ -34,6 +32,9 @@ class FakeBackend:
         self.refuses = False
         self.hangs: threading.Event | None = None
         self.num_calls = 0
+        self.fails_after: int | None = None
+        """Number of requests with metrics that are taken."""
+        self.sizes: list[int] = []
         self.points: dict[str, list[MetricPoint]] = {}
         self.ended: dict[str, RunStatus] = {}
         self.finished: list[str] = []
@@ -49,6 +50,9 @@ class FakeBackend:
 
     def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
         self._answer()
+        if self.fails_after == len(self.sizes):
+            raise Unreachable("timed out")
+        self.sizes.append(len(points))
         self.points.setdefault(run_id, []).extend(points)
 
     def finish(self, run: OpenRun, record: TrackedRun) -> None:
@@ -89,7 +93,7 @@ def connect(backend: FakeBackend, folder: Path, **limits: float) -> Connection:
 
 
 class Stage:
-    """A stage as `StageTelemetry` drives it: each row into the file, and then to MLflow."""
+    """A stage as `StageTelemetry` drives it: each row into the file, which is all that MLflow is fed from."""
 
     def __init__(self, connection: Connection, folder: Path, name: str = "sft", run_id: str = "r1") -> None:
         self.file = MetricsFile(folder / f"{run_id}-{name}.jsonl")
@@ -106,7 +110,6 @@ class Stage:
     def log(self, *steps: int) -> None:
         for step in steps:
             self.file.append({"loss": step / 10}, step=step)
-            self.run.log({"loss": step / 10}, step=step)
 
 
 def steps(backend: FakeBackend, run_id: str) -> list[int]:
@@ -155,7 +158,6 @@ def test_numbers_added_to_a_step_that_is_over_are_sent_after_a_kill(backend, con
     killed = Stage(connection, tmp_path)
     killed.log(1, 2, 3)
     killed.file.append({"eval": 0.1}, step=0)
-    killed.run.log({"eval": 0.1}, step=0)
     killed.run.flush()
     killed.file.append({"eval": 0.2}, step=2)  # and it is killed before MLflow has this row
     resumed = Stage(connection, tmp_path)
@@ -216,17 +218,59 @@ def test_a_hanging_server_does_not_stall_the_loop_nor_the_end(backend, tmp_path)
     backend.hangs.set()
 
 
-def test_memory_is_bounded_and_what_did_not_fit_is_read_from_the_file(backend, tmp_path):
-    connection = connect(backend, tmp_path, max_points=10)
+def test_rows_of_a_long_outage_are_sent_in_requests_of_a_bounded_size(backend, connection, tmp_path):
     stage = Stage(connection, tmp_path)
     stage.run.start()
     backend.is_up = False
-    stage.log(*range(100))
-    assert stage.run.num_waiting <= 10
+    stage.log(*range(1200))
+    assert "sends 1200 metric values" in stage.run.trouble
     backend.is_up = True
     until(lambda: not stage.run.trouble)
     stage.run.end("FINISHED")
-    assert sorted(set(steps(backend, "r1-sft"))) == list(range(100))
+    assert steps(backend, "r1-sft") == list(range(1200))
+    assert max(backend.sizes) <= MAX_POINTS_PER_REQUEST
+
+
+def test_after_a_failed_request_the_rows_before_it_are_not_sent_again(backend, connection, tmp_path):
+    stage = Stage(connection, tmp_path)
+    stage.log(*range(1200))
+    backend.fails_after = 1  # of three requests
+    stage.run.flush()
+    assert len(steps(backend, "r1-sft")) == MAX_POINTS_PER_REQUEST
+    assert "sends 700 metric values" in stage.run.trouble
+    backend.fails_after = None
+    connection.allow_try()
+    stage.run.flush()
+    assert steps(backend, "r1-sft") == list(range(1200))
+
+
+def test_steps_that_are_done_again_are_sent_again_if_their_values_are_others(backend, connection, tmp_path):
+    """As when RL loses its learner: the file is rewound, also twice between two requests."""
+    stage = Stage(connection, tmp_path)
+    stage.log(0, 1, 2, 3)
+    stage.run.flush()
+    for loss in (7.0, 8.0):
+        stage.file.rewind(2)
+        for step in (2, 3):
+            stage.file.append({"loss": loss}, step=step)
+    stage.run.flush()
+    assert [(p.step, p.value) for p in backend.points["r1-sft"]][4:] == [(2, 8.0), (3, 8.0)]
+    stage.file.rewind(3)
+    stage.log(3)  # with its first value
+    stage.run.flush()
+    assert [(p.step, p.value) for p in backend.points["r1-sft"]][6:] == [(3, 0.3)]
+
+
+def test_a_line_that_is_being_written_is_sent_when_it_is_whole(backend, connection, tmp_path):
+    stage = Stage(connection, tmp_path)
+    stage.log(0)
+    with stage.file.path.open("a") as half:
+        half.write('{"step": 1, "lo')
+    stage.run.flush()
+    assert steps(backend, "r1-sft") == [0]
+    stage.log(2)  # as after a kill: the half line stays, and is no row
+    stage.run.flush()
+    assert steps(backend, "r1-sft") == [0, 2]
 
 
 def test_a_record_that_mlflow_refuses_is_said_and_not_tried_for_ever(backend, connection, tmp_path):

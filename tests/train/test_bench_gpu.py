@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.cli import run_bench
+from flows.cli import bench
 from klear_core.errors import ConfigError
 
 BENCH = runpy.run_path(str(Path(__file__).parents[1] / "bench" / "train" / "bench_gpu.py"))
@@ -78,4 +78,4 @@ def test_rows_that_do_not_fit_are_trained_with_activation_checkpointing():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_klear_bench_gpu_says_that_there_is_no_gpu():
     with pytest.raises(ConfigError, match="no CUDA device"):
-        run_bench("gpu")
+        bench("gpu")

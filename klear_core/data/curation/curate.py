@@ -5,19 +5,18 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from klear_core.artifacts.manifest import LedgerStep, StageSummary, Yield, check_yield
+from klear_core.artifacts.manifest import DropCounts, LedgerStep, StageSummary, check_yield
 from klear_core.artifacts.store import SCRATCH
 from klear_core.config.curate import CurateConfig, DecontaminateConfig, ExecutorConfig, LocalExecutorConfig
 from klear_core.config.data import FileSource
 from klear_core.cpus import usable_cpus
 from klear_core.data.benchmarks import read_benchmarks, read_contest_ids
 from klear_core.data.curation.decontaminate import Decontaminator, Protected, counts_by_rule
-from klear_core.data.curation.merge import LEAK, NEAR, NOT_SELECTED, REPEAT, STAYS, merge
+from klear_core.data.curation.merge import NEAR, NOT_SELECTED, REPEAT, STAYS, merge
 from klear_core.data.curation.read import TAGS, ReadBlocks, save_guard
 from klear_core.data.curation.segment import Segments, open_segments
 from klear_core.data.curation.selection import SELECT, check_selection, left_out
@@ -170,28 +169,18 @@ def _check_floors(plan: Plan, segments: Segments) -> Iterator[str]:
         parts = [part for part in segments.parts if part.source == number]
         for part in parts:
             lost.update(part.lost)
-        examples = (part.example for part in parts if part.example)
-        share = Yield(
-            what=f"rows of source {source.name!r} can be used",
-            num_in=sum(part.num_rows for part in parts),
-            lost=lost,
-            example=next(examples, ""),
+        yield from check_yield(
+            LedgerStep.of(READ, "row", num_in=sum(part.num_rows for part in parts), dropped=lost),
+            f"rows of source {source.name!r} can be used",
+            plan.cfg.runtime.read,
+            key="curate.runtime.read",
+            remedy="Repair the file, or name its row_schema",
+            example=next((part.example for part in parts if part.example), ""),
         )
-        remedy = "Repair the file, or name its row_schema"
-        yield from check_yield(share, plan.cfg.runtime.read, key="curate.runtime.read", remedy=remedy)
-
-
-@dataclass(slots=True)
-class _Step:
-    """The counts of one step of the ledger."""
-
-    dropped: Counter[str]
-    noted: dict[str, int]
 
 
 def _ledger(state: State, leaks: LeakCounts) -> tuple[LedgerStep, ...]:
-    plan, merged = state.plan, state.merged
-    steps = {name: _Step(Counter(), {}) for name in (READ, "length", "dedup", "decontaminate", SELECT)}
+    plan, merged, drops = state.plan, state.merged, DropCounts()
     rows, clean, kept = Counter[str](), Counter[str](), Counter[str]()
     tags = np.zeros(len(TAGS), dtype=np.int64)
     for part, own in state.segments.each():
@@ -200,43 +189,34 @@ def _ledger(state: State, leaks: LeakCounts) -> tuple[LedgerStep, ...]:
         rows[name] += part.num_rows
         kept[name] += int((outcome_N == STAYS).sum())
         clean[name] += int(((outcome_N == STAYS) | (outcome_N == NOT_SELECTED)).sum())
-        steps[READ].dropped.update(part.lost)
-        steps["length"].dropped["question_too_long"] += part.too_long
+        for reason, n in part.lost.items():
+            drops.count(READ, reason, n)
+        drops.count("length", "question_too_long", part.too_long)
         if part.num_candidates:
             tags += np.bincount(part.column("tag")[outcome_N == STAYS], minlength=len(TAGS))
-    counts = {code: int((merged.outcome_N == code).sum()) for code in (REPEAT, NEAR, LEAK)}
-    steps["dedup"].dropped.update({"repeated_question": counts[REPEAT], "near_duplicate": counts[NEAR]})
-    steps["decontaminate"].dropped.update(leaks.num_dropped)
+    drops.count("dedup", "repeated_question", int((merged.outcome_N == REPEAT).sum()))
+    drops.count("dedup", "near_duplicate", int((merged.outcome_N == NEAR).sum()))
+    for reason, n in leaks.num_dropped.items():
+        drops.count("decontaminate", reason, n)
     for drop in state.not_selected():
-        steps[SELECT].dropped[drop.reason] += 1
-    steps[READ].noted = {f"rows_of_{name}": n for name, n in rows.items()}
-    steps["dedup"].noted = merged.noted
-    steps["decontaminate"].noted = {f"kept_of_{name}": clean[name] for name in rows}
-    steps["decontaminate"].noted |= counts_by_rule(leaks.num_by_rules)
-    steps[SELECT].noted = {f"kept_of_{name}": kept[name] for name in rows}
-    if not plan.cfg.select.is_on:
-        del steps[SELECT]
-    ledger = tuple(_ledger_steps(steps, rows.total()))
-    assert ledger[-1].num_out == len(merged.kept), (ledger[-1].num_out, len(merged.kept))
-    noted = {tag.value: n for tag, n in zip(TAGS, tags.tolist(), strict=True) if n}
-    last = LedgerStep(
-        step="difficulty",
-        unit="problem",
-        num_in=len(merged.kept),
-        num_out=len(merged.kept),
-        noted=dict(sorted(noted.items())),
+        drops.count(SELECT, drop.reason)
+    noted = {
+        READ: {f"rows_of_{name}": n for name, n in rows.items()},
+        "dedup": merged.noted,
+        "decontaminate": {f"kept_of_{name}": clean[name] for name in rows} | counts_by_rule(leaks.num_by_rules),
+        SELECT: {f"kept_of_{name}": kept[name] for name in rows},
+    }
+    units = {READ: "row", "length": "problem", "dedup": "problem", "decontaminate": "problem"}
+    if plan.cfg.select.is_on:
+        units[SELECT] = "problem"
+    ledger = drops.ledger(units, num_in=rows.total(), noted=noted)
+    num_kept = len(merged.kept)
+    assert ledger[-1].num_out == num_kept, (ledger[-1].num_out, num_kept)
+    by_tag = {tag.value: n for tag, n in zip(TAGS, tags.tolist(), strict=True) if n}
+    return (
+        *ledger,
+        LedgerStep.of("difficulty", "problem", num_in=num_kept, dropped={}, noted=dict(sorted(by_tag.items()))),
     )
-    return (*ledger, last)
-
-
-def _ledger_steps(steps: dict[str, _Step], num_rows: int) -> Iterator[LedgerStep]:
-    num_in = num_rows
-    for name, step in steps.items():
-        dropped = {reason: n for reason, n in sorted(step.dropped.items()) if n}
-        num_out = num_in - sum(dropped.values())
-        unit = "row" if name == READ else "problem"
-        yield LedgerStep(step=name, unit=unit, num_in=num_in, num_out=num_out, dropped=dropped, noted=step.noted)
-        num_in = num_out
 
 
 def _notes(plan: Plan, ledger: Sequence[LedgerStep], num_protected: int, num_phrases: int) -> list[str]:

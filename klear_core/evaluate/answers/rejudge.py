@@ -15,18 +15,18 @@ from klear_core.artifacts.records import write_shard
 from klear_core.config.settings import Settings
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ArtifactError, ConfigError, DataError
-from klear_core.evaluate.answers.counts import AnswerCounts, Difference, Shares, paired_estimate
 from klear_core.evaluate.answers.judge_file import Submitted, verdicts_in_order
 from klear_core.evaluate.answers.stored import (
     ANSWERS_FOLDER,
     PROBLEMS_FOLDER,
     REJUDGE_FILE,
     AnswerSource,
-    Decoding,
     Generation,
     RejudgedAnswer,
     UnreadRow,
 )
+from klear_core.evaluate.compare.paired import PairedDifference, paired_difference
+from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
 from klear_core.types import CodeReference, Difficulty, Outcome, Problem, StoredTests, Verdict, domain_of
 from klear_core.verify import user_code
 from klear_core.verify.judge_pool import JudgePool, build_judge_pool
@@ -62,7 +62,7 @@ class Rescored(Settings):
     decoding: Decoding
     before: Shares
     after: Shares
-    difference: Difference | None
+    difference: PairedDifference | None
     """After minus before over the problems scored in both; None if there is none."""
     changes: dict[str, int]
     """Answers by change of their verdict, such as `wrong to right`."""
@@ -336,6 +336,6 @@ def _rescored(part: _Part, pair: _Pair, confidence: float) -> Rescored:
         decoding=decoding,
         before=pair.before.shares(confidence=confidence),
         after=pair.after.shares(confidence=confidence),
-        difference=paired_estimate(pair.before, pair.after, confidence=confidence),
+        difference=paired_difference(pair.before, pair.after, confidence=confidence),
         changes=dict(pair.changes.most_common()),
     )

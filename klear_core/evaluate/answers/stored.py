@@ -18,8 +18,9 @@ from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.load import explained
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ArtifactError, ConfigError, DataError
-from klear_core.evaluate.sample import SAMPLES_FOLDER, TEMPLATES_FOLDER
-from klear_core.scores import REPORT_FILE
+from klear_core.evaluate.counts import Decoding
+from klear_core.evaluate.sample import TEMPLATES_FOLDER
+from klear_core.scores import REPORT_FILE, SAMPLES_FOLDER
 from klear_core.types import CustomReference, EvalSample, FinishReason, Outcome, Problem, Reference, Verdict
 
 REJUDGE_FILE = "rejudge.json"
@@ -28,8 +29,6 @@ ANSWERS_FOLDER = "answers"
 """Shards of `RejudgedAnswer` in such a folder."""
 PROBLEMS_FOLDER = "problems"
 """Shards of the `Problem`s of these answers, whose `source` is the benchmark; each is stored once."""
-
-Decoding = Literal["sampled", "greedy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
-from klear_core.artifacts.records import read_shards
 from klear_core.config.settings import Settings, result_settings
 from klear_core.errors import DataError
+from klear_core.evaluate.counts import AnswerCounts, Counts, Decoding, count_stored
 from klear_core.evaluate.stats.intervals import (
+    Estimates,
     estimates_of,
     paired_new_problems_interval,
     paired_rerun_interval,
 )
 from klear_core.evaluate.stats.significance import holm, sign_flip_test
-from klear_core.scores import EvalReport, Range, read_reports
-from klear_core.types import EvalSample
+from klear_core.scores import Estimate, EvalReport, Range, read_reports
 
-Decoding = Literal["sampled", "greedy"]
 _DECODINGS: tuple[Decoding, ...] = ("sampled", "greedy")
-Counts = Mapping[str, tuple[int, int]]
-"""Right and scored answers by problem id."""
 
 
 class PairedComparison(Settings):
@@ -120,7 +115,8 @@ def compare_sampled(before: Evaluation, after: Evaluation) -> tuple[PairedCompar
 def read_evaluation(folder: Path) -> Evaluation:
     """Read the reports and count the answers of an evaluation's artifact folder."""
     reports = {report.benchmark: report for report in read_reports(folder)}
-    return Evaluation(folder=folder, reports=reports, counts=_problem_counts(folder))
+    counts = {key: found.scored for key, found in count_stored(folder).items() if found.scored}
+    return Evaluation(folder=folder, reports=reports, counts=counts)
 
 
 def _compare(before: Evaluation, after: Evaluation) -> list[PairedComparison]:
@@ -139,47 +135,79 @@ def _compare(before: Evaluation, after: Evaluation) -> list[PairedComparison]:
 
 def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding) -> PairedComparison:
     counts_before, counts_after = before.counts[benchmark, decoding], after.counts[benchmark, decoding]
-    # Sorted, because sums of floats must not depend on the order of a set.
-    shared = sorted(counts_before.keys() & counts_after.keys())
-    if not shared:
+    pair = _scored_in_both(counts_before, counts_after)
+    if pair is None:
         raise DataError(f"benchmark {benchmark!r}: the two evaluations have no scored problem in common")
     report_before, report_after = before.reports[benchmark], after.reports[benchmark]
     confidence = report_after.confidence
-    x = estimates_of([counts_before[problem_id] for problem_id in shared])
-    y = estimates_of([counts_after[problem_id] for problem_id in shared])
-    new = paired_new_problems_interval(x, y, confidence=confidence)
     # another run would give the same greedy answers
-    rerun = paired_rerun_interval(x, y, confidence=confidence) if decoding == "sampled" else None
-    test = sign_flip_test([b - a for a, b in zip(x.exact, y.exact, strict=True)])
+    found = _difference(*pair, confidence=confidence, has_rerun=decoding == "sampled")
+    assert found.num_changed is not None, "only files of earlier versions lack it"
+    assert found.floor_binds is not None, "only files of earlier versions lack it"
     return PairedComparison(
         benchmark=benchmark,
         decoding=decoding,
-        num_problems=len(shared),
+        num_problems=found.num_problems,
         num_unpaired=len(counts_before.keys() ^ counts_after.keys()),
-        before=x.mean,
-        after=y.mean,
-        difference=y.mean - x.mean,
-        new_problems=new.range,
-        floor_binds=new.floor_binds,
-        rerun=rerun,
-        p=test.p,
-        p_corrected=test.p,
-        num_changed=test.num_changed,
+        before=pair[0].mean,
+        after=pair[1].mean,
+        difference=found.value,
+        new_problems=found.new_problems,
+        floor_binds=found.floor_binds,
+        rerun=found.rerun,
+        p=found.p,
+        p_corrected=found.p,
+        num_changed=found.num_changed,
         confidence=confidence,
         is_same_decoding=result_settings(report_before.decoding) == result_settings(report_after.decoding),
     )
 
 
-def _problem_counts(folder: Path) -> dict[tuple[str, Decoding], Counts]:
-    """Return right and scored answers of every problem with a scored answer, by benchmark and decoding."""
-    num_scored: Counter[tuple[str, Decoding, str]] = Counter()
-    num_correct: Counter[tuple[str, Decoding, str]] = Counter()
-    for sample in read_shards(folder / "samples", EvalSample):
-        if sample.verdict.outcome.counts_for_model:
-            key = (sample.benchmark, sample.decoding, sample.problem_id)
-            num_scored[key] += 1
-            num_correct[key] += sample.verdict.is_correct
-    counts: dict[tuple[str, Decoding], dict[str, tuple[int, int]]] = defaultdict(dict)
-    for (benchmark, decoding, problem_id), n in num_scored.items():
-        counts[benchmark, decoding][problem_id] = (num_correct[benchmark, decoding, problem_id], n)
-    return dict(counts)
+# ---- one difference ----
+
+
+class PairedDifference(Estimate):
+    """A paired difference of two scores, after minus before, over the problems scored in both."""
+
+    num_fixed: int
+    """Problems whose answers are mostly right after, and were not before."""
+    num_broken: int
+    p: float
+    """p-value of the sign-flip test, not corrected for the number of comparisons."""
+    num_changed: int | None = None
+    """Problems with different scores; None in files of earlier versions."""
+    floor_binds: bool | None = None
+    """Whether `new_problems` is as narrow as so few problems allow; None in files of earlier versions."""
+
+
+def paired_difference(before: AnswerCounts, after: AnswerCounts, *, confidence: float) -> PairedDifference | None:
+    """Return the mean difference over the problems scored in both, after minus before; None if there is none."""
+    pair = _scored_in_both(before.scored, after.scored)
+    if pair is None:
+        return None
+    return _difference(*pair, confidence=confidence, has_rerun=before.has_several and after.has_several)
+
+
+def _scored_in_both(before: Counts, after: Counts) -> tuple[Estimates, Estimates] | None:
+    """Return both scores of each problem that has both, in one order; None if no problem has."""
+    shared = sorted(before.keys() & after.keys())  # sorted: sums must not depend on the order of a set
+    if not shared:
+        return None
+    return estimates_of([before[i] for i in shared]), estimates_of([after[i] for i in shared])
+
+
+def _difference(before: Estimates, after: Estimates, *, confidence: float, has_rerun: bool) -> PairedDifference:
+    new_problems = paired_new_problems_interval(before, after, confidence=confidence)
+    test = sign_flip_test([b - a for a, b in zip(before.exact, after.exact, strict=True)])
+    majorities = [(a >= 0.5, b >= 0.5) for a, b in zip(before.value, after.value, strict=True)]
+    return PairedDifference(
+        value=after.mean - before.mean,
+        new_problems=new_problems.range,
+        rerun=paired_rerun_interval(before, after, confidence=confidence) if has_rerun else None,
+        num_problems=len(before.value),
+        num_fixed=majorities.count((False, True)),
+        num_broken=majorities.count((True, False)),
+        p=test.p,
+        num_changed=test.num_changed,
+        floor_binds=new_problems.floor_binds,
+    )

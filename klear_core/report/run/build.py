@@ -153,11 +153,7 @@ PHASES = (("time/wait_s", "waiting for answers"), ("time/train_s", "learning"), 
 
 def stage_curves(stages: Sequence[StageFacts | MissingStage]) -> list[StageCurves]:
     """Return the curves of the stages that logged a metric at more than one step, in pipeline order."""
-    return [_curves(stage) for stage in stages if _has_curve(stage)]
-
-
-def _has_curve(stage: StageFacts | MissingStage) -> bool:
-    return any(len(series.steps) > 1 for series in stage.metrics)
+    return [_curves(stage) for stage in stages if any(len(series.steps) > 1 for series in stage.metrics)]
 
 
 def _curves(stage: StageFacts | MissingStage) -> StageCurves:

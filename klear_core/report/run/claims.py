@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from klear_core.evaluate.compare.paired import PairedComparison
 from klear_core.evaluate.stats.significance import min_changed
 from klear_core.report.charts import nice_ticks
-from klear_core.report.run.data import Facts, PairedDifference
+from klear_core.report.run.data import ComparedModels, Facts
 from klear_core.scores import MINUS, NONE, Range, p_value, percent, points, range_text
 
 Standing = Literal["better", "worse", "not_shown"]
@@ -30,17 +31,16 @@ class Headline:
     claims: tuple[Claim, ...]
 
 
-def standing_of(difference: PairedDifference) -> Standing:
+def standing_of(scores: PairedComparison) -> Standing:
     """Return better or worse only if the corrected p-value is below 1 minus the confidence; never by an interval."""
-    # Not p >= 1 - confidence: 1 - 0.95 is rounded to slightly more than 0.05.
-    if difference.p_corrected + difference.confidence >= 1:
-        return "not_shown"
-    return "better" if difference.value > 0 else "worse"
+    if scores.is_better:
+        return "better"
+    return "worse" if scores.is_worse else "not_shown"
 
 
-def why_not_tested(difference: PairedDifference) -> str:
+def why_not_tested(scores: PairedComparison) -> str:
     """Return why the test could not have shown anything; empty if it could."""
-    return too_few_changed(difference.num_changed, difference.num_problems, confidence=difference.confidence)
+    return too_few_changed(scores.num_changed, scores.num_problems, confidence=scores.confidence)
 
 
 def too_few_changed(num: int, num_problems: int, *, confidence: float) -> str:
@@ -74,8 +74,8 @@ def _what_scores_show(facts: Facts) -> tuple[Claim, ...]:
     if len(facts.models) < 2:
         return (Claim(standing="incomplete", sentence=_why_nothing(facts)),)
     steps = list(zip(facts.models, facts.models[1:], strict=False))
-    sampled = [d for d in facts.differences if d.decoding == "sampled"]
-    claims = {(d.before, d.after, d.benchmark): _claim(d, facts) for d in sampled}
+    sampled = [d for d in facts.differences if d.scores.decoding == "sampled"]
+    claims = {(d.before, d.after, d.scores.benchmark): _claim(d, facts) for d in sampled}
     ordered = tuple(
         claims[key]
         for before, after in reversed(steps)
@@ -93,60 +93,60 @@ def _what_scores_show(facts: Facts) -> tuple[Claim, ...]:
     return (Claim(standing=_overall(last), sentence=_tally(last, facts)), *ordered)
 
 
-def _claim(difference: PairedDifference, facts: Facts) -> Claim:
+def _claim(difference: ComparedModels, facts: Facts) -> Claim:
     """Phrase it: `GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points; re-run of these problems: …).`"""
-    who = facts.model(difference.after).maker.method_or_label
+    found, who = difference.scores, facts.model(difference.after).maker.method_or_label
     metric = _metric(facts, difference)
-    what = f"{metric} on {difference.benchmark}" if len(facts.benchmarks) > 1 else f"held-out {metric}"
-    scores = _from_to(facts, difference)
-    unlike = "" if difference.is_same_decoding else "; the two were decoded differently"
-    figures = f"({points(difference.value)} points; {_intervals(difference)}; {_test(difference, facts)}{unlike})"
-    match standing := standing_of(difference):
+    what = f"{metric} on {found.benchmark}" if len(facts.benchmarks) > 1 else f"held-out {metric}"
+    from_to = _from_to(facts, difference)
+    unlike = "" if found.is_same_decoding else "; the two were decoded differently"
+    figures = f"({points(found.difference)} points; {_intervals(found)}; {_test(found, facts)}{unlike})"
+    match standing := standing_of(found):
         case "better":
-            sentence = f"{who} improved {what}{scores} {figures}."
+            sentence = f"{who} improved {what}{from_to} {figures}."
         case "worse":
-            sentence = f"{who} made {what} worse:{scores} {figures}."
+            sentence = f"{who} made {what} worse:{from_to} {figures}."
         case "not_shown":
-            sentence = f"An effect of {who} on {what} is not shown:{scores} {figures}."
+            sentence = f"An effect of {who} on {what} is not shown:{from_to} {figures}."
     return Claim(standing=standing, sentence=sentence)
 
 
-def _metric(facts: Facts, difference: PairedDifference) -> str:
-    score = facts.model(difference.after).score(difference.benchmark)
+def _metric(facts: Facts, difference: ComparedModels) -> str:
+    score = facts.model(difference.after).score(difference.scores.benchmark)
     return f"avg@{score.num_samples}" if score else "score"
 
 
-def _from_to(facts: Facts, difference: PairedDifference) -> str:
-    before = facts.model(difference.before).score(difference.benchmark)
-    after = facts.model(difference.after).score(difference.benchmark)
+def _from_to(facts: Facts, difference: ComparedModels) -> str:
+    before = facts.model(difference.before).score(difference.scores.benchmark)
+    after = facts.model(difference.after).score(difference.scores.benchmark)
     return f" from {percent(before.avg.value)} to {percent(after.avg.value)}" if before and after else ""
 
 
-def _intervals(difference: PairedDifference) -> str:
+def _intervals(scores: PairedComparison) -> str:
     rerun = ""
-    if difference.rerun is not None:
-        rerun = f"re-run of these problems: {range_text(difference.rerun)}; "
-    return f"{rerun}other such problems: {range_text(difference.new_problems)}"
+    if scores.rerun is not None:
+        rerun = f"re-run of these problems: {range_text(scores.rerun)}; "
+    return f"{rerun}other such problems: {range_text(scores.new_problems)}"
 
 
-def _test(difference: PairedDifference, facts: Facts) -> str:
+def _test(scores: PairedComparison, facts: Facts) -> str:
     """Return the p-value, said to be corrected where several differences were compared, or why there is none."""
-    reason = why_not_tested(difference)
+    reason = why_not_tested(scores)
     if reason:
         return reason
     corrected = f", corrected for {len(facts.differences)} comparisons" if len(facts.differences) > 1 else ""
-    return f"sign-flip {p_value(difference.p_corrected)}{corrected}"
+    return f"sign-flip {p_value(scores.p_corrected)}{corrected}"
 
 
-def _overall(differences: list[PairedDifference]) -> Standing:
-    standings = {standing_of(d) for d in differences}
+def _overall(differences: list[ComparedModels]) -> Standing:
+    standings = {standing_of(d.scores) for d in differences}
     # One benchmark that got worse decides the tone, because a headline must not hide it.
     if "worse" in standings:
         return "worse"
     return "better" if "better" in standings else "not_shown"
 
 
-def _tally(differences: list[PairedDifference], facts: Facts) -> str:
+def _tally(differences: list[ComparedModels], facts: Facts) -> str:
     """Phrase all benchmarks: `Of 3 benchmarks, GPPO improved a (67.1 % to 97.8 %) and b (…), and has no shown …`."""
     said: dict[Standing, str] = {
         "better": "improved {}",
@@ -155,16 +155,16 @@ def _tally(differences: list[PairedDifference], facts: Facts) -> str:
     }
     parts = []
     for standing, words in said.items():
-        names = [_with_scores(d, facts) for d in differences if standing_of(d) == standing]
+        names = [_with_scores(d, facts) for d in differences if standing_of(d.scores) == standing]
         if names:
             parts.append(words.format(_listed(names)))
     method = facts.model(differences[0].after).maker.method_or_label
     return f"Of {len(differences)} benchmarks, {method} {', and '.join(parts)}."
 
 
-def _with_scores(difference: PairedDifference, facts: Facts) -> str:
+def _with_scores(difference: ComparedModels, facts: Facts) -> str:
     scores = _from_to(facts, difference).removeprefix(" from ")
-    return f"{difference.benchmark} ({scores})" if scores else difference.benchmark
+    return f"{difference.scores.benchmark} ({scores})" if scores else difference.scores.benchmark
 
 
 def _listed(names: list[str]) -> str:
@@ -230,32 +230,33 @@ class DifferenceRow:
     num_problems: int
 
 
-def axis_of(differences: list[PairedDifference]) -> Axis:
+def axis_of(differences: list[ComparedModels]) -> Axis:
     """Return an axis in percentage points that covers zero and every interval."""
-    ends = [d.new_problems for d in differences]
-    ends += [d.rerun for d in differences if d.rerun]
+    ends = [d.scores.new_problems for d in differences]
+    ends += [d.scores.rerun for d in differences if d.scores.rerun]
     low = min((100 * e.low for e in ends), default=0.0)
     high = max((100 * e.high for e in ends), default=0.0)
     return Axis(marks=tuple(nice_ticks(min(low, 0.0), max(high, 0.0))))
 
 
-def difference_row(facts: Facts, d: PairedDifference, axis: Axis, *, num_samples: int) -> DifferenceRow:
+def difference_row(facts: Facts, d: ComparedModels, axis: Axis, *, num_samples: int) -> DifferenceRow:
     """Return one difference with its intervals placed on the axis."""
-    rerun = _difference_span(d.rerun, axis) if d.rerun else None
-    p = p_value(d.p_corrected).removeprefix("p ").removeprefix("= ")
-    score = "greedy" if d.decoding == "greedy" else f"avg@{num_samples}"
+    scores = d.scores
+    rerun = _difference_span(scores.rerun, axis) if scores.rerun else None
+    p = p_value(scores.p_corrected).removeprefix("p ").removeprefix("= ")
+    score = "greedy" if scores.decoding == "greedy" else f"avg@{num_samples}"
     return DifferenceRow(
         before=facts.model(d.before).maker.label,
         after=facts.model(d.after).maker.label,
         score=score,
-        value=points(d.value),
-        at=axis.place(d.value * 100),
-        other=_difference_span(d.new_problems, axis),
+        value=points(scores.difference),
+        at=axis.place(scores.difference * 100),
+        other=_difference_span(scores.new_problems, axis),
         rerun=rerun,
-        p=NONE if why_not_tested(d) else p,
-        notes=_difference_notes(d),
-        standing=standing_of(d),
-        num_problems=d.num_problems,
+        p=NONE if why_not_tested(scores) else p,
+        notes=_difference_notes(scores),
+        standing=standing_of(scores),
+        num_problems=scores.num_problems,
     )
 
 
@@ -263,7 +264,7 @@ def _difference_span(ends: Range, axis: Axis) -> Span:
     return Span(text=range_text(ends), low=axis.place(ends.low * 100), high=axis.place(ends.high * 100))
 
 
-def _difference_notes(d: PairedDifference) -> tuple[str, ...]:
+def _difference_notes(d: PairedComparison) -> tuple[str, ...]:
     notes = [why_not_tested(d)] if why_not_tested(d) else []
     if d.floor_binds:
         notes.append(floor_note(d.num_problems))

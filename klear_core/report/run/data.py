@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.records import read_shards
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import Stage
+from klear_core.evaluate.compare.paired import PairedComparison
 from klear_core.evaluate.compare.promotion import DECISION_FILE, Decision, read_decision
 from klear_core.evaluate.compare.published import PublishedModel
-from klear_core.evaluate.sample import SAMPLES_FOLDER
 from klear_core.metrics import METRICS_FILE, read_metrics
 from klear_core.report.charts import Series
-from klear_core.scores import EvalReport, Range, read_reports, visible
+from klear_core.scores import SAMPLES_FOLDER, EvalReport, read_reports, visible
 from klear_core.types import EvalSample
 
 
@@ -36,33 +35,12 @@ class StageFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairedDifference:
-    """Difference of two models' scores on the same problems, `after` minus `before`, with its intervals and test."""
+class ComparedModels:
+    """Two models of the run, by the stages that made them, and the difference of their scores on one benchmark."""
 
-    benchmark: str
-    decoding: Literal["sampled", "greedy"]
-    """Answers compared: all samples (avg@n), or the greedy answer per problem."""
     before: str
-    """Name of the stage that made the earlier model: `sft`."""
     after: str
-    value: float
-    """Difference in -1..1; positive if `after` is better."""
-    rerun: Range | None
-    """Interval over other samples of the same problems; None for greedy answers."""
-    new_problems: Range
-    """Interval over other problems of this kind."""
-    floor_binds: bool
-    """Whether `new_problems` is as narrow as so few problems allow."""
-    p_corrected: float
-    """p-value of the sign-flip test, corrected for all differences of the report (Holm); it alone decides."""
-    num_changed: int
-    """Number of problems with different scores."""
-    confidence: float
-    """Confidence level of the intervals, 0.95 for 95 %."""
-    num_problems: int
-    """Number of problems scored for both models."""
-    is_same_decoding: bool
-    """Whether both models were decoded with the same settings; if not, these may explain part of the difference."""
+    scores: PairedComparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +79,7 @@ class ReportInputs:
     pipeline: tuple[Stage, ...]
     """All stages of the pipeline, in order: they name the models."""
     stages: tuple[StageFolder, ...]
-    differences: tuple[PairedDifference, ...] = ()
+    differences: tuple[ComparedModels, ...] = ()
     """Differences between consecutive evaluated models and from first to last, per benchmark and decoding."""
     score_warnings: tuple[ScoreWarning, ...] = ()
     """Warnings about scores, from the lineage of the models."""
@@ -174,7 +152,7 @@ class Facts:
     models: tuple[ModelFacts, ...]
     unscored_models: tuple[str, ...]
     """Labels of models whose evaluation is missing."""
-    differences: tuple[PairedDifference, ...]
+    differences: tuple[ComparedModels, ...]
     score_warnings: tuple[ScoreWarning, ...] = ()
     published: tuple[PublishedModel, ...] = ()
     decision: Decision | None = None

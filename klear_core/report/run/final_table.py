@@ -29,15 +29,7 @@ def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
     parts: list[RenderableType] = []
     views = benchmark_views(facts)
     for bench in views:
-        parts += [
-            *([Text("")] if parts else []),
-            _scores(bench),
-            *_changes(bench),
-            *_unscored(bench),
-            *_partly(bench),
-            *_contaminated(bench),
-            *_chosen(bench),
-        ]
+        parts += [*([Text("")] if parts else []), _scores(bench), *_changes(bench), *_reservations(bench)]
     if views:
         parts.append(_legend(views[0]))
     if with_claims:
@@ -109,41 +101,20 @@ def _legend(bench: BenchmarkView) -> Text:
     return Text(text, style="dim")
 
 
-def _unscored(bench: BenchmarkView) -> list[Text]:
-    """Return a line per model with unscored answers; no column, because they are rare and a line has 80 characters."""
-    return [
-        Text(f"{row.model}: answers not judged, and in no score: {row.unscored}", style="yellow")
-        for row in bench.rows
-        if row.has_unscored
+def _reservations(bench: BenchmarkView) -> list[Text]:
+    """Return the lines with reservations about models' scores; no columns, because they are rare."""
+    found: list[tuple[str, str]] = []
+    found += [
+        (row.model, f"answers not judged, and in no score: {row.unscored}") for row in bench.rows if row.has_unscored
     ]
-
-
-def _contaminated(bench: BenchmarkView) -> list[Text]:
-    """Return a line per model whose training data overlaps with the benchmark, or was not compared with it."""
-    lines = []
+    over = f"scores over fewer than all {bench.num_problems:,} problems"
+    found += [(row.model, f"{over}: {row.partly}") for row in bench.rows if row.partly]
     for row in bench.rows:
+        # Also a benchmark that the training data was not compared with.
         if not row.contaminated.startswith("0 "):
-            lines.append(
-                Text(f"{row.model}: problems that overlap with its training data: {row.contaminated}", "yellow")
-            )
-    return lines
-
-
-def _partly(bench: BenchmarkView) -> list[Text]:
-    """Return a line per model of which some score leaves problems out."""
-    lines = []
-    for row in bench.rows:
-        if row.partly:
-            text = f"{row.model}: scores over fewer than all {bench.num_problems:,} problems: {row.partly}"
-            lines.append(Text(text, style="yellow"))
-    return lines
-
-
-def _chosen(bench: BenchmarkView) -> list[Text]:
-    """Return a line per model that was chosen by its score on this benchmark."""
-    return [
-        Text(f"{row.model}: chosen on this benchmark: {row.chosen}", style="yellow") for row in bench.rows if row.chosen
-    ]
+            found.append((row.model, f"problems that overlap with its training data: {row.contaminated}"))
+    found += [(row.model, f"chosen on this benchmark: {row.chosen}") for row in bench.rows if row.chosen]
+    return [Text(f"{model}: {text}", style="yellow") for model, text in found]
 
 
 def _claims(head: Headline) -> list[Text]:

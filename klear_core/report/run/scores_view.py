@@ -235,7 +235,7 @@ def _across(facts: Facts, name: str) -> SideBySide:
 def _view(facts: Facts, name: str) -> BenchmarkView:
     scored = [(m, report) for m in facts.models if (report := m.score(name)) is not None]
     last = scored[-1][1]
-    differences = [d for d in facts.differences if d.benchmark == name]
+    differences = [d for d in facts.differences if d.scores.benchmark == name]
     axis = axis_of(differences)
     decodings = dict.fromkeys(decoding_text(report.decoding) for _, report in scored)
     # A model whose judge failed often may lack the largest k; its cell is then empty.

@@ -12,23 +12,17 @@ from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.model_files import is_same_model
-from klear_core.artifacts.records import read_shards
 from klear_core.artifacts.remote_paths import store_of
 from klear_core.config.data_jobs import section_of, sections_used
 from klear_core.config.settings import DifferentSetting, different_settings
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.answers.counts import AnswerCounts
-from klear_core.evaluate.answers.stored import Decoding, is_evaluation
-from klear_core.evaluate.sample import SAMPLES_FOLDER
+from klear_core.evaluate.answers.stored import is_evaluation
+from klear_core.evaluate.counts import CountsBy, count_stored
 from klear_core.metrics import METRICS_FILE
 from klear_core.report.charts import LineChart, Series, line_chart
 from klear_core.report.run.build import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_curve
 from klear_core.report.run.data import read_series
 from klear_core.scores import NONE, EvalReport, duration, read_reports
-from klear_core.types import EvalSample
-
-CountsBy = Mapping[tuple[str, Decoding], AnswerCounts]
-"""Counts of answers by benchmark and decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +52,7 @@ class ScoredModel:
     @cached_property
     def counts(self) -> CountsBy:
         """Counts of all its answers, which are read one by one and only once."""
-        found: dict[tuple[str, Decoding], AnswerCounts] = defaultdict(AnswerCounts)
-        for sample in read_shards(self.evaluation / SAMPLES_FOLDER, EvalSample):
-            # Only counts are kept: all answers of all runs would not fit into memory.
-            found[sample.benchmark, sample.decoding].add(sample.problem_id, sample.finish_reason, sample.verdict)
-        return dict(found)
+        return count_stored(self.evaluation)
 
     @cached_property
     def reports(self) -> Mapping[str, EvalReport]:

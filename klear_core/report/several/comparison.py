@@ -9,12 +9,13 @@ from pathlib import Path
 from klear_core.config.evaluate import PLAIN_TEMPLATE
 from klear_core.config.settings import DifferentSetting
 from klear_core.errors import DataError
-from klear_core.evaluate.answers.counts import AnswerCounts, Difference, Shares, paired_estimate
-from klear_core.evaluate.answers.stored import Decoding, evaluation_answers
+from klear_core.evaluate.answers.stored import evaluation_answers
+from klear_core.evaluate.compare.paired import PairedDifference, paired_difference
+from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
 from klear_core.evaluate.stats.significance import holm
 from klear_core.report import charts
 from klear_core.report.answers import PAGE as ANSWERS_PAGE
-from klear_core.report.answers import Viewer, write_viewer
+from klear_core.report.answers import Viewer, shown_shares, write_viewer
 from klear_core.report.run.build import page_template, stylesheet
 from klear_core.report.run.claims import floor_note, too_few_changed
 from klear_core.report.run.warnings import chosen_on
@@ -28,7 +29,7 @@ from klear_core.report.several.compared_runs import (
     stage_charts,
     stages_of_some,
 )
-from klear_core.scores import NONE, Range, p_value, percent, points, range_text, spread_text
+from klear_core.scores import NONE, interval_text, p_value, percent, points, range_text, spread_text
 
 COMPARISON_PAGE = "comparison.html"
 CONFIDENCE = 0.95
@@ -202,13 +203,13 @@ def _counts(runs: Sequence[ComparedRun], benchmark: str, maker: str, decoding: D
     return found
 
 
-def _differences(counts: Sequence[AnswerCounts | None]) -> dict[int, Difference | None]:
+def _differences(counts: Sequence[AnswerCounts | None]) -> dict[int, PairedDifference | None]:
     """Return the differences of later runs to the first, by the run's number; None without a problem in common."""
     first = counts[0]
     differences = {}
     for i, own in enumerate(counts[1:], start=1):
         if first is not None and own is not None:
-            differences[i] = paired_estimate(first, own, confidence=CONFIDENCE)
+            differences[i] = paired_difference(first, own, confidence=CONFIDENCE)
     return differences
 
 
@@ -232,27 +233,19 @@ def _chosen(run: ComparedRun, maker: str, benchmark: str) -> str:
 
 
 def _cell(shares: Shares, templates: str, chosen: str) -> ScoreCell:
-    score, num = shares.score, shares.num_answers
-    value, interval, rerun = NONE, "", ""
-    if score is not None:
-        value, interval = percent(score.value), _ends(score.new_problems)
-        rerun = _ends(score.rerun) if score.rerun else ""
-    cut_off = NONE if shares.num_truncated is None else percent(shares.num_truncated / num)
+    _, _, value, interval, cut_off, no_answer, not_judged = shown_shares(shares)
+    score = shares.score
     return ScoreCell(
         value=value,
         interval=interval,
-        rerun=rerun,
+        rerun=interval_text(score.rerun) if score and score.rerun else "",
         cut_off=cut_off,
-        no_answer=percent(shares.num_no_answer / num),
-        not_judged=percent(shares.num_unscored / num),
-        score=None if score is None else score.value,
+        no_answer=no_answer,
+        not_judged=not_judged,
+        score=score.value if score else None,
         templates=templates,
         chosen=chosen,
     )
-
-
-def _ends(ends: Range) -> str:
-    return f"{100 * ends.low:.1f} to {100 * ends.high:.1f}"
 
 
 def _unpaired(run: int) -> DifferenceCell:
@@ -270,7 +263,7 @@ def _unpaired(run: int) -> DifferenceCell:
     )
 
 
-def _difference(run: int, found: Difference, p_corrected: float) -> DifferenceCell:
+def _difference(run: int, found: PairedDifference, p_corrected: float) -> DifferenceCell:
     # The test alone decides, never an interval. The sum avoids 1 - 0.95, which is rounded up.
     standing = "not_shown"
     if p_corrected + CONFIDENCE < 1:
@@ -290,7 +283,7 @@ def _difference(run: int, found: Difference, p_corrected: float) -> DifferenceCe
     )
 
 
-def _notes(found: Difference) -> tuple[str, ...]:
+def _notes(found: PairedDifference) -> tuple[str, ...]:
     assert found.num_changed is not None, "only files of earlier versions lack it"
     too_few = too_few_changed(found.num_changed, found.num_problems, confidence=CONFIDENCE)
     notes = (too_few, floor_note(found.num_problems) if found.floor_binds else "")

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -45,8 +45,9 @@ from klear_core.config.rl import (
 )
 from klear_core.errors import ConfigError
 from klear_core.rl.losses import token_loss
-from klear_core.rl.objective import Denominators, OldPolicy, make_targets
+from klear_core.rl.objective import Denominators, make_batch, mismatch_correction
 from klear_core.rl.rewards import advantages
+from klear_core.train.logps import TokenLogps
 from klear_core.train.packing import pack
 from klear_core.types import TrainSample
 
@@ -208,11 +209,12 @@ def _klear(batch: _Batch, case: Case) -> Pulls:
     cfg, micro = _config(case), batch.micro
     old_N = batch.flat(batch.old_BT)
     nan_N = torch.full_like(old_N, torch.nan)
-    old = OldPolicy(logp_N=old_N, sampler_logp_N=old_N, entropy_N=nan_N, ref_logp_N=nan_N)
-    targets = make_targets(micro, batch.rows, old, Denominators.of(batch.rows), cfg)
+    inputs = make_batch(micro, batch.rows, None, None, Denominators.of(batch.rows), cfg)
     logp_N = batch.flat(batch.new_BT).requires_grad_()
-    token = token_loss(logp_N, nan_N, targets.batch, cfg.loss, erc=None, max_log_ratio=cfg.max_log_ratio)
-    loss = (token.loss_N * targets.scale_N).sum()
+    # The sampler's log-probs of the rows play no part here: the old ones are the batch's own.
+    inputs = replace(inputs, old_logp_N=old_N)
+    loss_N, _ = token_loss(logp_N, nan_N, inputs, cfg.loss, erc=None, max_log_ratio=cfg.max_log_ratio)
+    loss = (loss_N * inputs.scale_N).sum()
     (grad_N,) = torch.autograd.grad(loss, logp_N)
     return loss.item(), batch.square(grad_N)
 
@@ -280,9 +282,9 @@ def _corrections(batch: _Batch) -> list[tuple[str, float]]:
 def _correction(batch: _Batch, mismatch: MismatchConfig) -> Tensor:
     cfg = RlConfig(mismatch=mismatch)
     old_N, sampler_N = batch.flat(batch.old_BT), batch.flat(batch.sampler_BT)
-    old = OldPolicy(logp_N=old_N, sampler_logp_N=sampler_N, entropy_N=old_N, ref_logp_N=old_N)
-    targets = make_targets(batch.micro, batch.rows, old, Denominators.of(batch.rows), cfg)
-    return batch.square(targets.batch.correction_N)
+    inputs = make_batch(batch.micro, batch.rows, TokenLogps(old_N, old_N), old_N, Denominators.of(batch.rows), cfg)
+    inputs = replace(inputs, sampler_logp_N=sampler_N)
+    return batch.square(mismatch_correction(inputs, cfg.mismatch, max_log_ratio=cfg.max_log_ratio))
 
 
 def _advantage_gap(

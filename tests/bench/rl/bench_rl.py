@@ -26,7 +26,7 @@ from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
 from klear_core.rl.loop import run_rl
-from klear_core.rl.objective import Denominators, OldPolicy, loss_head, make_targets
+from klear_core.rl.objective import Denominators, loss_head, make_batch
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.base_model import model_folder, prepare_base
 from klear_core.train.model import load_model
@@ -158,11 +158,8 @@ def _config(case: Case | None = None, *, num_prompts: int = TARGET_PROMPTS) -> R
 def _klear_loss(rows: list[TrainSample], base: Path, case: Case) -> tuple[float, float]:
     policy, cfg = load_model(model_folder(base), device="cpu"), _config(case)
     (micro,) = pack(rows, tokens_per_microbatch=1 << 20).micro_batches
-    old_logp_N = micro.gather([r.old_logps for r in rows])
-    nan_N = torch.full_like(old_logp_N, torch.nan)
-    old = OldPolicy(logp_N=old_logp_N, sampler_logp_N=old_logp_N, entropy_N=nan_N, ref_logp_N=nan_N)
-    targets = make_targets(micro, rows, old, Denominators.of(rows), cfg)
-    out = policy(micro, loss_head(targets, cfg, TokenStats(torch.device("cpu"))))
+    batch = make_batch(micro, rows, None, None, Denominators.of(rows), cfg)
+    out = policy(micro, loss_head(batch, cfg, TokenStats(torch.device("cpu"))))
     out.loss.backward()  # type: ignore[no-untyped-call]
     return out.loss.item(), grad_norm(policy).item()
 

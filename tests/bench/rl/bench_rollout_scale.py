@@ -36,8 +36,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.generate.factory import num_slots
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.costs.model_size import engine_fit, known_size
-from klear_core.rl.interfaces import RlSetup
-from klear_core.rl.loop import rollouts_of, run_steps
+from klear_core.rl.loop import StepLog, rollouts_of, run_steps
 from klear_core.rl.rollout import PromptStream, Sampler
 from klear_core.rl.state import Curve, RlState
 from klear_core.types import Difficulty, Domain, MathReference, Problem
@@ -188,10 +187,9 @@ async def _simulate(setup: Setup, folder: Path) -> list[dict[str, object]]:
     await engines.start()
     sampler = Sampler(engines, judges.judge, SimulatedTokenizer(), cfg, seed=0, engine_status=lambda: "engines")
     rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), progress)
-    job = RlSetup(cfg=cfg, model=folder, seed=0, workdir=folder)
+    step_log = StepLog(cfg, progress, probe, shown=folder / "shown")
     with suppress(_Measured):
-        curve = Curve(None, probe, job.cfg, workdir=folder)
-        await run_steps(job, learner, engines, rollouts, progress, probe, curve)
+        await run_steps(cfg, learner, engines, rollouts, step_log, Curve(None, probe, cfg, workdir=folder))
     return _entries(setup, probe, judges, learner, engines)
 
 

@@ -24,13 +24,13 @@ from torch import Tensor
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import OptimConfig
 from klear_core.errors import ConfigError
-from klear_core.rl.objective import Denominators, OldPolicy, loss_head, make_targets
+from klear_core.rl.objective import Denominators, loss_head, make_batch
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.sft.loop import sft_heads
 from klear_core.train.distributed import World, parallelise
 from klear_core.train.kernels import attention
 from klear_core.train.kernels.fused import fuse
-from klear_core.train.logps import HeadOutput, fused_loss, passes_on, token_logps
+from klear_core.train.logps import HeadOutput, TokenLogps, fused_loss, passes_on, token_logps
 from klear_core.train.model import DTYPES, Dtype, FlopCount, Head, Policy, peak_flops
 from klear_core.train.packing import MicroBatch, PackedBatch, TokenRow, pack
 from klear_core.train.step import Updater
@@ -275,11 +275,8 @@ def _rl(plan: Plan, policy: Policy, rows: Sequence[TokenRow], batch: PackedBatch
 
     @torch.no_grad()
     def head(micro: MicroBatch) -> Head[HeadOutput]:
-        logp_N, entropy_N = policy(micro, partial(token_logps, target_N=micro.target_N))
-        old = OldPolicy(
-            logp_N=logp_N, sampler_logp_N=logp_N, entropy_N=entropy_N, ref_logp_N=torch.full_like(logp_N, torch.nan)
-        )
-        return loss_head(make_targets(micro, samples, old, counts, cfg), cfg, stats)
+        old: TokenLogps = policy(micro, partial(token_logps, target_N=micro.target_N))
+        return loss_head(make_batch(micro, samples, old, None, counts, cfg), cfg, stats)
 
     return [head(micro) for micro in batch.micro_batches]
 

@@ -9,7 +9,8 @@ from klear_core.artifacts.records import write_shard
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig, TorchEngineConfig, TorchEngineRuntime
 from klear_core.errors import ArtifactError, DataError
 from klear_core.evaluate.compare.paired import compare, compare_pairs
-from klear_core.evaluate.score import make_report, tally
+from klear_core.evaluate.counts import tally
+from klear_core.evaluate.score import make_report
 from klear_core.evaluate.stats.intervals import (
     estimates_of,
     paired_new_problems_interval,

@@ -23,7 +23,8 @@ from klear_core.evaluate.compare.promotion import (
     decide,
     read_decision,
 )
-from klear_core.evaluate.score import make_report, tally
+from klear_core.evaluate.counts import tally
+from klear_core.evaluate.score import make_report
 from klear_core.scores import JudgeRecord, write_reports
 from klear_core.types import Verdict
 

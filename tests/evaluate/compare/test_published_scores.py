@@ -15,7 +15,8 @@ from klear_core.evaluate.compare.published import (
     read_published,
     rerun_bound,
 )
-from klear_core.evaluate.score import make_report, tally
+from klear_core.evaluate.counts import tally
+from klear_core.evaluate.score import make_report
 from klear_core.scores import EvalReport
 
 CONFIGS = Path(__file__).parents[3] / "configs"

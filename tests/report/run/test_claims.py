@@ -7,7 +7,7 @@ import pytest
 from report_runs import laptop_run
 
 from klear_core.report.run.claims import headline, standing_of
-from klear_core.report.run.data import Facts, PairedDifference, read_facts
+from klear_core.report.run.data import ComparedModels, Facts, read_facts
 from klear_core.scores import MINUS, Range
 
 
@@ -18,11 +18,16 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 def with_last(facts: Facts, **changes: object) -> Facts:
     """The run with the sampled SFT to RL difference changed."""
-    changed = tuple(
-        replace(d, **changes) if (d.before, d.after, d.decoding) == ("sft", "rl", "sampled") else d
-        for d in facts.differences
-    )
+    changed = tuple(changed_to(d, **changes) if is_last(d) else d for d in facts.differences)
     return replace(facts, differences=changed)
+
+
+def is_last(models: ComparedModels) -> bool:
+    return (models.before, models.after, models.scores.decoding) == ("sft", "rl", "sampled")
+
+
+def changed_to(models: ComparedModels, **changes: object) -> ComparedModels:
+    return replace(models, scores=models.scores.model_copy(update=changes))
 
 
 def sentence(facts: Facts) -> str:
@@ -40,14 +45,14 @@ def sentence(facts: Facts) -> str:
 )
 def test_only_the_corrected_test_shows_anything(p: float, value: float, standing: str, facts: Facts) -> None:
     """The interval over other problems is the same each time, and above zero."""
-    difference: PairedDifference = replace(facts.differences[0], p_corrected=p, value=value)
+    difference = changed_to(facts.differences[0], p_corrected=p, difference=value).scores
     assert difference.new_problems.low > 0
     assert standing_of(difference) == standing
 
 
 def test_a_gain_within_noise_is_said_to_be_not_shown(facts: Facts) -> None:
     ends = Range(low=-0.005, high=0.021)
-    noise = with_last(facts, value=0.008, rerun=Range(low=0.001, high=0.015), new_problems=ends, p_corrected=0.31)
+    noise = with_last(facts, difference=0.008, rerun=Range(low=0.001, high=0.015), new_problems=ends, p_corrected=0.31)
     assert headline(noise).standing == "not_shown"
     assert sentence(noise).startswith("An effect of GPPO on held-out avg@4 is not shown:")
     assert (
@@ -58,7 +63,7 @@ def test_a_gain_within_noise_is_said_to_be_not_shown(facts: Facts) -> None:
 
 
 def test_a_loss_is_called_worse(facts: Facts) -> None:
-    worse = with_last(facts, value=-0.1, rerun=None, new_problems=Range(low=-0.15, high=-0.05))
+    worse = with_last(facts, difference=-0.1, rerun=None, new_problems=Range(low=-0.15, high=-0.05))
     assert headline(worse).standing == "worse"
     assert sentence(worse).startswith("GPPO made held-out avg@4 worse:")
     assert f"({MINUS}10.0 points; other such problems: {MINUS}15.0 to {MINUS}5.0; sign-flip p < 0.0001" in sentence(
@@ -95,8 +100,8 @@ def test_without_a_paired_comparison_nothing_is_claimed_of_the_last_step(facts: 
 
 
 def test_several_benchmarks_are_counted_and_named_by_what_became_of_them(facts: Facts) -> None:
-    second = next(d for d in facts.differences if (d.before, d.after, d.decoding) == ("sft", "rl", "sampled"))
-    more = replace(facts, differences=(*facts.differences, replace(second, benchmark="aime24", p_corrected=0.2)))
+    second = next(d for d in facts.differences if is_last(d))
+    more = replace(facts, differences=(*facts.differences, changed_to(second, benchmark="aime24", p_corrected=0.2)))
     assert (
         sentence(more)
         == "Of 2 benchmarks, GPPO improved heldout (67.1 % to 97.8 %), and has no shown effect on aime24."

@@ -1,25 +1,19 @@
-"""Print the plan of a run, what it costs, its result, and tables."""
+"""`klear plan`: print what a run would do and what it costs: tokens, memory, GPU-hours and money by stage."""
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
-from flows.environment import is_temporary_server
 from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import Stage
-from klear_core.errors import ConfigError, DataError
+from klear_core.errors import ConfigError
 from klear_core.pipeline.costs.estimate import StageEstimate, estimate
 from klear_core.pipeline.costs.model_size import ModelSize, planned_size
 from klear_core.pipeline.costs.throughput import (
@@ -36,14 +30,8 @@ from klear_core.pipeline.preflight.capacity import known_hardware, with_margin_g
 from klear_core.pipeline.preflight.model_checks import placement_lines
 
 if TYPE_CHECKING:
-    from flows.environment import PipelineResult
-    from klear_core.artifacts.manifest import ArtifactRef
     from klear_core.artifacts.store import CheckedBy
-    from klear_core.evaluate.answers.judge_file import JudgeSummary
     from klear_core.pipeline.plan import StagePlan
-    from klear_core.report.run.data import ReportInputs
-
-_MAX_BAD_ROWS = 5
 
 
 def show_plan(
@@ -95,135 +83,7 @@ def _plan_table(plans: Sequence[StagePlan]) -> Table:
     return table
 
 
-def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int) -> None:
-    """Print the scores, warnings, the report's path, and commands to inspect the run and ask its model."""
-    from flows.show import name_of
-    from klear_core.report.run.data import read_facts
-    from klear_core.report.run.final_table import score_table
-    from klear_core.report.run.shown_answers import product_of
-
-    console = Console(highlight=False, soft_wrap=True)
-    facts = read_facts(_report_inputs(config, result))
-    console.print()
-    console.print(score_table(facts, with_claims=result.report is not None))
-    if num_made == 0:
-        console.print("\nall stages reused: nothing has changed since the last run")
-    console.print()
-    if result.report is not None:
-        console.print(f"report   {escape(str(_short(result.report)))}")
-    root = escape(shlex.quote(config.workspace.root))  # in commands to copy
-    api_url = os.environ.get("PREFECT_API_URL", "")
-    if not api_url or is_temporary_server(api_url):  # the user's own server shows the run already
-        console.print(
-            f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000"
-        )
-    trained = [stage.name for stage in facts.stages if stage.stage.job.training() is not None]
-    shown = trained[0] if trained else list(result.refs)[-1]
-    console.print(f"inspect  klear show {shown} --root {root}")
-    product = product_of(facts)
-    if product is not None:
-        stage = product.stage.name
-        which = name_of(result.refs[stage].path, stage, product.root)
-        console.print(f"model    {escape(str(product.folder))}")
-        console.print(f"ask it   {escape(product.command(which))}")
-
-
-def _short(path: Path) -> Path:
-    """Return the path relative to the working directory if it is below it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInputs:
-    from klear_core.config.stage import ReportJob
-    from tasks.tracking import RunInfo, report_inputs
-
-    info = RunInfo(
-        workspace=config.workspace,
-        run_id=result.flow_run_id,
-        run_name=config.name,
-        stage="",
-        started_at=datetime.now(UTC),
-    )
-    return report_inputs(info, ReportJob.of(config), _refs_to_show(config, result))
-
-
-def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str, ArtifactRef]:
-    """Return the run's artifacts without its report; if it scored a model, and made no report, add all scores."""
-    from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
-
-    stages, store = stages_of(config), open_store(config.workspace)
-    refs = {stage.name: result.refs[stage.name] for stage in stages if stage.name in result.refs and not stage.job.page}
-    evaluations = [stage.name for stage in stages if stage.job.scores_model]
-    if result.report is not None or refs.keys().isdisjoint(evaluations):
-        return refs
-    try:
-        ids = fingerprints_of(stages, config.workspace)
-    except ConfigError:  # another stage's source is missing, so fingerprints of its scores are unknown
-        return refs
-    for name in evaluations:
-        own = ids[name]
-        if name in refs or store.damage(own.kind, own.fingerprint):
-            continue
-        found = store.find(own.kind, own.fingerprint)
-        if found is not None:
-            refs[name] = found
-    return refs
-
-
-def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool) -> None:
-    """Judge a file of answers and print the outcomes; DataError afterwards if rows are malformed or none was judged."""
-    from flows.curate_files import check_file_place
-    from klear_core.config.load import apply_override, validate
-    from klear_core.evaluate.answers.judge_file import judge_file
-
-    if out is not None:
-        check_file_place("--out", out)
-    settings: dict[str, object] = {}
-    for override in overrides:
-        # Any other setting would be valid, too, because the whole config is validated, and would change nothing.
-        if not override.startswith("verify."):
-            raise ConfigError(f"--set {override!r}: this command takes only verify.* settings")
-        settings = apply_override(settings, override)
-    config = validate(settings, origin="--set")
-    console = Console(highlight=False)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("judging", total=None)
-        summary = judge_file(
-            file,
-            config.verify,
-            out=out,
-            bare_code=bare_code,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
-    _show_judged(console, summary)
-    if not summary.num_rows:
-        raise DataError(f"{file}: has no row")
-    if summary.bad_rows or not summary.outcomes:
-        raise DataError(
-            f"{file}: {len(summary.bad_rows):,} of its {summary.num_rows:,} rows do not fit and were not judged"
-        )
-
-
-def _show_judged(console: Console, summary: JudgeSummary) -> None:
-    table = Table("outcome", "answers", box=None)
-    for outcome, count in sorted(summary.outcomes.items()):
-        table.add_row(outcome.value, f"{count:,}")
-    if summary.bad_rows:
-        table.add_row("not judged: does not fit", f"{len(summary.bad_rows):,}")
-    table.add_row("[bold]rows[/]", f"[bold]{summary.num_rows:,}[/]")
-    console.print(table)
-    if summary.mean_score is not None:
-        console.print(f"\nfull score {summary.num_full_score:,}, mean score {summary.mean_score:.4f}")
-    for row in summary.bad_rows[:_MAX_BAD_ROWS]:
-        console.print(f"[yellow]line {row.line}[/] {escape(row.reason)}")
-    if len(summary.bad_rows) > _MAX_BAD_ROWS:
-        console.print(f"and {len(summary.bad_rows) - _MAX_BAD_ROWS:,} more like these")
-    for note in summary.notes:
-        console.print(f"[yellow]note[/] {escape(note)}")
-
-
 # ---- costs ----
-# Print what a run costs: tokens, memory, GPU-hours and money by stage, and what its engines hold.
 
 
 def show_costs(

@@ -1,10 +1,10 @@
-"""Find stored answers by a name that the user typed, and run `klear rejudge` and `klear answers` on them."""
+"""`klear judge`, `klear rejudge`, `klear answers`: judge a file of answers, stored answers again, and show them."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from flows.curate_files import check_folder_place, folder_name
+from flows.curate_files import check_file_place, check_folder_place, folder_name
 from flows.show import find_artifact
 from klear_core.artifacts.manifest import InputRecord, Manifest, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import is_same_model
@@ -23,7 +23,7 @@ from klear_core.config.settings import config_digest
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.readers import SUFFIXES
 from klear_core.errors import ArtifactError, ConfigError, DataError
-from klear_core.evaluate.answers.counts import Estimate, Shares
+from klear_core.evaluate.answers.judge_file import JudgeSummary, judge_file
 from klear_core.evaluate.answers.layout_rows import Layout
 from klear_core.evaluate.answers.layouts import foreign_answers
 from klear_core.evaluate.answers.rejudge import CHANGES_FILE, RejudgeSummary, Rescored, check_folder, rejudge
@@ -37,12 +37,56 @@ from klear_core.evaluate.answers.stored import (
     is_rejudged,
     rejudged_answers,
 )
+from klear_core.evaluate.counts import Shares
 from klear_core.prompts import NO_CLOSE_TAG
 from klear_core.report.answers import ALL_TEMPLATES, shown_shares, write_viewer
-from klear_core.scores import points, range_text
+from klear_core.scores import Estimate, points, range_text
 
 _SHOWN_CHANGES = 8
 _MAX_DETAIL = 60
+_MAX_BAD_ROWS = 5
+
+
+def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool) -> None:
+    """Judge a file of answers and print the outcomes; DataError afterwards if rows are malformed or none was judged."""
+    if out is not None:
+        check_file_place("--out", out)
+    verify = _with_overrides({}, overrides)
+    console = Console(highlight=False)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("judging", total=None)
+        summary = judge_file(
+            file,
+            verify,
+            out=out,
+            bare_code=bare_code,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    _show_judged(console, summary)
+    if not summary.num_rows:
+        raise DataError(f"{file}: has no row")
+    if summary.bad_rows or not summary.outcomes:
+        raise DataError(
+            f"{file}: {len(summary.bad_rows):,} of its {summary.num_rows:,} rows do not fit and were not judged"
+        )
+
+
+def _show_judged(console: Console, summary: JudgeSummary) -> None:
+    table = Table("outcome", "answers", box=None)
+    for outcome, count in sorted(summary.outcomes.items()):
+        table.add_row(outcome.value, f"{count:,}")
+    if summary.bad_rows:
+        table.add_row("not judged: does not fit", f"{len(summary.bad_rows):,}")
+    table.add_row("[bold]rows[/]", f"[bold]{summary.num_rows:,}[/]")
+    console.print(table)
+    if summary.mean_score is not None:
+        console.print(f"\nfull score {summary.num_full_score:,}, mean score {summary.mean_score:.4f}")
+    for row in summary.bad_rows[:_MAX_BAD_ROWS]:
+        console.print(f"[yellow]line {row.line}[/] {escape(row.reason)}")
+    if len(summary.bad_rows) > _MAX_BAD_ROWS:
+        console.print(f"and {len(summary.bad_rows) - _MAX_BAD_ROWS:,} more like these")
+    for note in summary.notes:
+        console.print(f"[yellow]note[/] {escape(note)}")
 
 
 def find_answers(which: str, root: Path, layout: Layout | None = None) -> AnswerSource:
@@ -197,8 +241,13 @@ def _show_notes(checked: CheckedAnswers) -> None:
 def _judge_settings(source: AnswerSource, overrides: Sequence[str]) -> VerifyConfig:
     """Return the settings that the stored verdicts were made with, or the defaults, with the overrides."""
     stored = source.verify or VerifyConfig()
-    settings: dict[str, object] = {"verify": stored.model_dump(mode="json")}
+    return _with_overrides({"verify": stored.model_dump(mode="json")}, overrides)
+
+
+def _with_overrides(settings: Mapping[str, object], overrides: Sequence[str]) -> VerifyConfig:
+    """Return the judge settings of a config with the overrides; ConfigError if one sets anything else."""
     for override in overrides:
+        # Any other setting would be valid, too, because the whole config is validated, and would change nothing.
         if not override.startswith("verify."):
             raise ConfigError(f"--set {override!r}: this command takes only verify.* settings")
         settings = apply_override(settings, override)
@@ -237,14 +286,20 @@ def _place(source: AnswerSource) -> str:
 def _scores(part: Rescored, summary: RejudgeSummary) -> Table:
     what = escape(in_template(part.benchmark, part.template))
     title = f"{what}, {part.decoding}: {part.before.num_problems:,} problems"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("judged")
-    for name in ("answers", "score", "cut off", "no answer", "not judged", "change, points"):
-        table.add_column(name, justify="right")
+    table = score_table(title, "judged", "answers")
     if part.before.num_without_verdict < part.before.num_answers:
         table.add_row("before" if summary.verify_before else "by the file", *_cells(part.before), "")
     change = _change(part.difference) if part.changes else ""
     table.add_row("again", *_cells(part.after), change)
+    return table
+
+
+def score_table(title: str, first: str, *more: str) -> Table:
+    """Return a table without rows for scores of answers; `more` are columns of numbers before them."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+    table.add_column(first)
+    for name in (*more, "score", "cut off", "no answer", "not judged", "change, points"):
+        table.add_column(name, justify="right")
     return table
 
 
