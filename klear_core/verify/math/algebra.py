@@ -152,7 +152,9 @@ def _are_equal(gold: Parsed, answer: Parsed, digits: int) -> bool:
 
 def _is_decided(value: object) -> bool:
     """Return whether sympy makes a truth value of an equation: `x^2+1=0` and `x^2+2=0` both hold for no real number."""
-    return isinstance(value, sympy.Eq) and isinstance(value.func(*value.args), BooleanAtom)
+    if not (isinstance(value, sympy.Eq) and isinstance(value.lhs, sympy.Expr) and isinstance(value.rhs, sympy.Expr)):
+        return False  # an equation with a set on one side is compared as math-verify does
+    return isinstance(value.func(*value.args), BooleanAtom)
 
 
 def _same_equation(gold: object, answer: object) -> bool:
