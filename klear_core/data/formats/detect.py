@@ -21,6 +21,7 @@ from klear_core.data.formats.fields import (
     RowError,
     Schema,
     answers_at,
+    best_fit,
     grade_at,
     has_surrogate,
     keys,
@@ -246,27 +247,18 @@ SCHEMAS: tuple[Schema, ...] = (*MATH_SCHEMAS, *CODE_SCHEMAS, *MIXED_SCHEMAS, *TR
 
 
 def schema_for(source: FileSource | HubSource, first_row: Fields, *, where: str) -> Schema:
-    """Return the format that the source names, or for `auto` the one that matches the keys of the first row.
+    """Return the format that the source names, or for `auto` the one that fits the keys of the first row best.
 
-    If one matching format's keys include another's, the more specific format wins. Raise ConfigError if no format
-    matches or several do.
+    Raise ConfigError if no format fits, or several equally well.
     """
     if source.fields is not None:
         return mapped_schema(source.fields)
-    if source.row_schema != "auto":
-        return next(s for s in SCHEMAS if s.name == source.row_schema)
-    fits = [(s, signature) for s in SCHEMAS for signature in s.signatures if signature <= first_row.keys()]
-    best: dict[str, Schema] = {}
-    for schema, signature in fits:
-        # `<` is strict subset: a signature is beaten by any matching signature with more keys.
-        if not any(signature < other for _, other in fits):
-            best[schema.name] = schema
-    if len(best) == 1:
-        return next(iter(best.values()))
-    if not best:
-        known = ", ".join(schema.name for schema in SCHEMAS)
-        raise ConfigError(f"{where}: no known row format has the keys {sorted(first_row)}; known formats: {known}")
-    raise ConfigError(
-        f"{where}: a row with the keys {sorted(first_row)} could be any of {', '.join(sorted(best))}; "
-        "set row_schema to the right one"
-    )
+    name: str | None = source.row_schema
+    if name == "auto":
+        signatures = {schema.name: schema.signatures for schema in SCHEMAS}
+        name = best_fit(first_row, signatures, where=where, remedy="set row_schema to the right one")
+    for schema in SCHEMAS:
+        if schema.name == name:
+            return schema
+    known = ", ".join(schema.name for schema in SCHEMAS)
+    raise ConfigError(f"{where}: no known row format has the keys {sorted(first_row)}; known formats: {known}")
