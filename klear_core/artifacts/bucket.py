@@ -13,18 +13,24 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from klear_core.artifacts.files import DISK_FULL
 from klear_core.errors import ConfigError, KlearError, ResourceError
 from klear_core.metrics import made_progress
 
+T = TypeVar("T")
+R = TypeVar("R")
+
+_TRANSFERS = 8
+"""Files that are sent or fetched at a time; a large file is sent in several parts at a time, too."""
 _CONNECT_TIMEOUT_S = 5
 _READ_TIMEOUT_S = 60
 _FIRST_TRIES, _LATER_TRIES = 3, 8
@@ -210,6 +216,12 @@ class Bucket:
         if from_library or (isinstance(e, OSError) and self._is_s3 and e.errno not in DISK_FULL):
             return ResourceError(f"{where}: the request failed ({_code(e)})")
         return None
+
+
+def transfer_all(transfer: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Call `transfer` with every item, several at a time, and return the results; the first error is raised."""
+    with ThreadPoolExecutor(_TRANSFERS) as threads:
+        return list(threads.map(transfer, items))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

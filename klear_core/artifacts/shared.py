@@ -1,8 +1,4 @@
-"""Know the shared store of a workspace, and copy a stage's unfinished work to it, so that another node can go on.
-
-A pass sends the files that are new or have changed, then the index that names all of them. Other nodes see only what
-the index names, so an interrupted pass changes nothing.
-"""
+"""Know the shared store of a workspace, keep sets of files in it, and copy a stage's unfinished work to it."""
 
 from __future__ import annotations
 
@@ -13,13 +9,13 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.artifacts.bucket import Bucket
-from klear_core.artifacts.files import file_lock
+from klear_core.artifacts.bucket import Bucket, transfer_all
+from klear_core.artifacts.files import file_lock, sha256_of
 from klear_core.artifacts.store import BUILDING, SCRATCH, SHARED
 from klear_core.errors import ArtifactError, KlearError
 
@@ -44,14 +40,63 @@ class _Seen:
     sha256: str
 
 
+class SealedFiles:
+    """Files below one prefix of a store. They count once their seal is there, the object that names them.
+
+    The seal is written last and deleted first, so what it names is complete.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str, *, seal: str) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._seal = self.key(seal)
+
+    def key(self, name: str) -> str:
+        """Return the key of a file."""
+        return f"{self._prefix}/{name}"
+
+    def seal(self) -> bytes | None:
+        """Return the seal; None if the files do not count."""
+        return self._bucket.read(self._seal)
+
+    def write_seal(self, content: bytes) -> None:
+        """Make the files count, after all were sent."""
+        self._bucket.write(self._seal, content)
+
+    def send(self, files: Iterable[Path]) -> None:
+        """Send files under their own names."""
+        transfer_all(lambda file: self._bucket.upload(file, self.key(file.name)), files)
+
+    def fetch(self, files: Iterable[tuple[str, Path]]) -> None:
+        """Fetch files by name, each to its path. ArtifactError if one is missing."""
+        transfer_all(self._fetch_one, files)
+
+    def delete(self) -> None:
+        """Delete all files, their seal first."""
+        # A deletion that is cut short then leaves nothing that looks complete.
+        self._bucket.delete(self._seal)
+        for key in self._bucket.keys(f"{self._prefix}/"):
+            self._bucket.delete(key)
+
+    def _fetch_one(self, file: tuple[str, Path]) -> None:
+        name, path = file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._bucket.download(self.key(name), path):
+            raise ArtifactError(f"{self._bucket.url}/{self.key(name)}: missing")
+
+
 class WorkdirSync:
-    """The copy in the store of one stage's working folder."""
+    """The copy in the store of one stage's working folder, so that another node can go on.
+
+    A pass sends the files that are new or have changed, each named by its SHA-256, then the index that names all of
+    them. Other nodes see only what the index names, so an interrupted pass changes nothing.
+    """
 
     def __init__(self, bucket: Bucket, workdir: Path, *, node: str) -> None:
         self._bucket = bucket
         self._workdir = workdir
         self._marker = workdir.parent / _MARKER
-        self._keys = f"{WORK_KEYS}/{workdir.parent.name}"
+        self._files = SealedFiles(bucket, f"{WORK_KEYS}/{workdir.parent.name}", seal=_INDEX)
         self._node = node
         self._seen: dict[str, _Seen] = {}
         """Files of the last index that this process has written."""
@@ -64,7 +109,7 @@ class WorkdirSync:
         built again: the folder is emptied.
         """
         self._attempt = attempt
-        content = self._bucket.read(f"{self._keys}/{_INDEX}")
+        content = self._files.seal()
         if content is None:
             if self._marker.exists():
                 self._empty()
@@ -75,8 +120,7 @@ class WorkdirSync:
             return attempt
         self._empty()
         try:
-            for name, (size, sha256) in index["files"].items():
-                self._fetch(name, size, sha256)
+            self._fetch({name: sha256 for name, (_size, sha256) in index["files"].items()})
         except ArtifactError as e:
             log.warning("unfinished work of another node cannot be used, so the stage begins anew: %s", e)
             self._empty()
@@ -124,7 +168,7 @@ class WorkdirSync:
             return
         files = {name: (seen.size, seen.sha256) for name, seen in found.items()}
         index = {"node": self._node, "attempt": self._attempt, "files": files}
-        self._bucket.write(f"{self._keys}/{_INDEX}", json.dumps(index).encode())
+        self._files.write_seal(json.dumps(index).encode())
         self._marker.touch()
         # Only now: until the new index is there, the former one needs the old files.
         needed = {seen.sha256 for seen in found.values()}
@@ -134,8 +178,7 @@ class WorkdirSync:
 
     def clear(self) -> None:
         """Delete the copy, checkpoints included."""
-        for key in self._bucket.keys(f"{self._keys}/"):
-            self._bucket.delete(key)
+        self._files.delete()
 
     def _try_send(self) -> None:
         if not self._workdir.is_dir():
@@ -163,14 +206,12 @@ class WorkdirSync:
         self._bucket.write(self._file_key(sha256), content)
         return _Seen(size=len(content), mtime_ns=stat.st_mtime_ns, sha256=sha256)
 
-    def _fetch(self, name: str, size: int, sha256: str) -> None:
-        content = self._bucket.read(self._file_key(sha256))
-        if content is None or hashlib.sha256(content).hexdigest() != sha256:
-            state = "missing" if content is None else "altered"
-            raise ArtifactError(f"{self._bucket.url}/{self._file_key(sha256)} ({name}, {size} bytes): {state}")
-        target = self._workdir / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
+    def _fetch(self, files: Mapping[str, str]) -> None:
+        """Fetch files by name, each with its SHA-256."""
+        self._files.fetch((f"files/{sha256}", self._workdir / name) for name, sha256 in files.items())
+        for name, sha256 in files.items():
+            if sha256_of(self._workdir / name) != sha256:
+                raise ArtifactError(f"{self._bucket.url}/{self._file_key(sha256)} ({name}): altered")
 
     def _empty(self) -> None:
         shutil.rmtree(self._workdir)
@@ -178,7 +219,7 @@ class WorkdirSync:
         self._marker.unlink(missing_ok=True)
 
     def _file_key(self, sha256: str) -> str:
-        return f"{self._keys}/files/{sha256}"
+        return self._files.key(f"files/{sha256}")
 
 
 def _is_sent(name: str) -> bool:
