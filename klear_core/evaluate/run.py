@@ -21,8 +21,8 @@ from pathlib import Path
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, work_shards, write_shard, write_shards
 from klear_core.artifacts.remote_paths import remote_paths_of
+from klear_core.config.curate import TagConfig
 from klear_core.config.evaluate import EvaluateConfig
-from klear_core.config.train import TagConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import ProblemCounts, tally

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from klear_core.config.curate import CurateConfig
+from klear_core.config.curate import CurateConfig, TagConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, PuzzleSource, Source
 from klear_core.config.data_jobs import CurateJob
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
@@ -16,7 +16,7 @@ from klear_core.config.evaluate import HardwareConfig, HttpEngineConfig, VllmEng
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import DistillJob, EngineUse, RlJob, SftJob, Stage, TagJob
-from klear_core.config.train import ModelConfig, SftConfig, TagConfig
+from klear_core.config.train import ModelConfig, SftConfig
 from klear_core.pipeline.costs.memory import (
     LearnerPeak,
     learner_load,
