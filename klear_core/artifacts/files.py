@@ -56,8 +56,9 @@ def content_digest(path: Path, *, cache: Path | None = None) -> str:
     if path.is_file():
         text = _cached_hashes([path], cache)[0]
     elif path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
-        text = _listing(files, path, cache)
+        # Tools leave hidden files beside the content, such as `.cache` of `hf download --local-dir`.
+        found = (p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path).as_posix()}")
+        text = _listing(sorted(found), path, cache)
     elif is_pattern(str(path)) and (files := matching_files(str(path))):
         text = _listing(files, fixed_part(str(path)), cache)
     else:
@@ -181,11 +182,6 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
-
-
-def _is_hidden(relative: Path) -> bool:
-    # Tools leave hidden files beside the content, such as `.cache` of `hf download --local-dir`.
-    return any(part.startswith(".") for part in relative.parts)
 
 
 def _listing(files: Sequence[Path], root: Path, cache: Path | None) -> str:

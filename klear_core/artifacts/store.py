@@ -45,8 +45,11 @@ class LocalSlot:
     kind: str
     fingerprint: str
     workdir: Path
+    """The folder to build in; holds what an earlier, interrupted attempt left."""
     ref: ArtifactRef | None
+    """The finished artifact, if it existed already or another process built it while this one waited."""
     attempt: int
+    """Number of this attempt: 1 for the first build of this artifact."""
 
     def publish(self, manifest: Manifest) -> ArtifactRef:
         """Delete `scratch/`, hash and sync all files, write the manifest, then rename the folder to its final place.

@@ -193,11 +193,6 @@ def _rl_reference(fields: Fields) -> Reference:
     return MathReference(answers=answers_at(fields, "reward_model", "ground_truth"))
 
 
-def _rl_rating(fields: Fields) -> float | None:
-    """Return the rating from `level`, which SimpleRL's rows take from MATH (1 to 5)."""
-    return rating_at(fields, "level", top=5)
-
-
 def _klear_reference(fields: Fields) -> Reference:
     try:
         return reference_from_cell(value_at(fields, "reference"))
@@ -218,7 +213,7 @@ MIXED_SCHEMAS = (
         signatures=keys("data_source prompt ability reward_model"),
         question=_rl_question,
         reference=_rl_reference,
-        rating=_rl_rating,
+        rating=lambda fields: rating_at(fields, "level", top=5),  # as in MATH, in SimpleRL's rows
     ),
     Schema(  # Skywork-OR1-RL-Data, DAPO-Math-17k, One-Shot RLVR, SimpleRL-Zoo
         name="verl",
@@ -228,7 +223,7 @@ MIXED_SCHEMAS = (
         ),
         question=_rl_question,
         reference=_rl_reference,
-        rating=_rl_rating,
+        rating=lambda fields: rating_at(fields, "level", top=5),  # as in MATH, in SimpleRL's rows
     ),
     Schema(
         name="problem",

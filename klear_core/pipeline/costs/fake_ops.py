@@ -199,10 +199,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return whether a storage has been counted."""
         return storage._cdata in self._live
 
-    def forget_peaks(self) -> None:
-        """Forget the peaks so far; what is live stays."""
-        self.peaks.clear()
-
     def _note_peak(self) -> None:
         moment = f"{self.moment}, {'backward' if is_backward() else 'forward'}"
         # The kinds at the moment of the largest total, not the largest of each kind.

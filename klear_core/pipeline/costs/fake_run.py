@@ -118,7 +118,7 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
             _label_weights(tracker, reference, "reference model")
         batch = _faked(batch, mode)
         heads = _heads(batch, case, tracker)
-        tracker.forget_peaks()  # of the building of the model: only the update counts
+        tracker.peaks.clear()  # of the building of the model: only the update counts
         with _instrumented(tracker), tracker:
             updater.step(batch, heads, step=0)
     peaks = [Peak(moment=m, num_bytes=sum(kinds.values()), by_kind=kinds) for m, kinds in tracker.peaks.items()]
