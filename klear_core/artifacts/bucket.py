@@ -26,6 +26,8 @@ from klear_core.artifacts.files import DISK_FULL
 from klear_core.errors import ConfigError, KlearError, ResourceError
 from klear_core.metrics import made_progress
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -344,8 +346,6 @@ def _is_precondition(e: OSError) -> bool:
 # Whoever sees no heartbeat for the time of expiry creates the next term, which at most one node can. Time is measured by
 # the watcher's own clock between two changes of the object, so that clocks of nodes need not agree.
 
-
-log = logging.getLogger(__name__)
 
 _BEATS_PER_EXPIRY = 4
 """Heartbeats within the time of expiry, so that a single lost one does not end the lease."""

@@ -229,7 +229,7 @@ def _is_sent(name: str) -> bool:
     return not any(part in _NOT_SENT for part in parts)
 
 
-# ---- opened ----
+# ---- the store of a workspace ----
 # Open the store of an artifact's folder, with the URL that its workspace shares artifacts through.
 
 

@@ -21,6 +21,8 @@ from klear_core.errors import ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.types import Completion
 
+log = logging.getLogger(__name__)
+
 MAX_TRIES = 3
 """Engines that may die while they run one request before it fails with an error of its own."""
 
@@ -424,8 +426,6 @@ async def _close_after(tasks: Sequence[asyncio.Task[None]], engine: PooledEngine
 # ---- restarts ----
 # Limit how often and how fast lost engines are replaced.
 
-
-log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 60.0
 

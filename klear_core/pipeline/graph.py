@@ -41,6 +41,8 @@ from klear_core.config.train import GivenFolder, GivenRepo, HubModelConfig, Publ
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.train.base_model import pointed_folder
 
+log = logging.getLogger(__name__)
+
 
 def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
     """Return every stage of a pipeline, each after the stages it depends on.
@@ -324,11 +326,8 @@ def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: Workspa
     return (*artifacts, *files, *repos)
 
 
-# ---- moved ----
+# ---- moved models ----
 # Find artifacts that point to a model elsewhere than the config does, so that they are made again.
-
-
-log = logging.getLogger(__name__)
 
 
 def set_moved_aside(config: PipelineConfig, chosen: Collection[str] | None = None) -> None:

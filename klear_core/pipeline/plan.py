@@ -146,7 +146,7 @@ def _settings_by_key(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     return {".".join(path): value for path, value in leaves_of(config)}
 
 
-# ---- ahead ----
+# ---- pending work ----
 # Find the work that a run still has to do: stages to build, and the sources, engines and trainings that they use.
 
 
@@ -265,7 +265,7 @@ def _gb_in(folder: Path) -> float:
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 1e9
 
 
-# ---- detectable ----
+# ---- detectable gains ----
 # Say before a run which differences its benchmarks can show.
 
 

@@ -292,7 +292,7 @@ def _stat(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-# ---- protocol ----
+# ---- tasks ----
 # Define the interface between the phases of a curation and the executors that run them: numbered tasks.
 
 

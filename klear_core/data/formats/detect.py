@@ -1,6 +1,6 @@
 """Detect the row format of a file: the published ones, mixed ones, and those that a config maps.
 
-The modules `math_schemas`, `code_schemas`, `mixed_schemas` and `trace_schemas` define the formats.
+The modules `math_rows`, `code_rows` and `traces` define most formats; those that hold math or code are here.
 """
 
 from __future__ import annotations
@@ -35,6 +35,25 @@ from klear_core.data.formats.references import custom_reference, reference_from_
 from klear_core.data.formats.traces import TRACE_SCHEMAS
 from klear_core.errors import ConfigError, DataError
 from klear_core.types import CustomReference, Domain, MathReference, Reference
+
+
+def schema_for(source: FileSource | HubSource, first_row: Fields, *, where: str) -> Schema:
+    """Return the format that the source names, or for `auto` the one that fits the keys of the first row best.
+
+    Raise ConfigError if no format fits, or several equally well.
+    """
+    if source.fields is not None:
+        return mapped_schema(source.fields)
+    name: str | None = source.row_schema
+    if name == "auto":
+        signatures = {schema.name: schema.signatures for schema in SCHEMAS}
+        name = best_fit(first_row, signatures, where=where, remedy="set row_schema to the right one")
+    for schema in SCHEMAS:
+        if schema.name == name:
+            return schema
+    known = ", ".join(schema.name for schema in SCHEMAS)
+    raise ConfigError(f"{where}: no known row format has the keys {sorted(first_row)}; known formats: {known}")
+
 
 # ---- mapped schema ----
 # Make a row format from the places that a source's `fields` declare.
@@ -235,25 +254,4 @@ MIXED_SCHEMAS = (
 )
 
 
-# ---- schemas ----
-
-
 SCHEMAS: tuple[Schema, ...] = (*MATH_SCHEMAS, *CODE_SCHEMAS, *MIXED_SCHEMAS, *TRACE_SCHEMAS)
-
-
-def schema_for(source: FileSource | HubSource, first_row: Fields, *, where: str) -> Schema:
-    """Return the format that the source names, or for `auto` the one that fits the keys of the first row best.
-
-    Raise ConfigError if no format fits, or several equally well.
-    """
-    if source.fields is not None:
-        return mapped_schema(source.fields)
-    name: str | None = source.row_schema
-    if name == "auto":
-        signatures = {schema.name: schema.signatures for schema in SCHEMAS}
-        name = best_fit(first_row, signatures, where=where, remedy="set row_schema to the right one")
-    for schema in SCHEMAS:
-        if schema.name == name:
-            return schema
-    known = ", ".join(schema.name for schema in SCHEMAS)
-    raise ConfigError(f"{where}: no known row format has the keys {sorted(first_row)}; known formats: {known}")

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from klear_core.train import logps
 from klear_core.train.kernels import attention, fused, registry
 
+R = TypeVar("R")
+
 
 def install(*, is_compiled: bool) -> None:
     """Make fake tensors on the CPU take our CUDA paths. `is_compiled=False` leaves out what torch.compile does."""
@@ -119,9 +121,6 @@ class _HeadPasses(logps.Passes):
 
 # ---- tracker ----
 # Follow the bytes of all tensors that a piece of code holds, by kind and by moment.
-
-
-R = TypeVar("R")
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

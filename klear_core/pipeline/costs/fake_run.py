@@ -292,7 +292,7 @@ def _instrumented(tracker: MemoryTracker) -> Iterator[None]:
         group.unshard, group.wait_for_unshard = unshard, wait
 
 
-# ---- exact ----
+# ---- caller ----
 # Measure a training's memory by running its learner on fake tensors, to check the closed form of `memory`.
 
 

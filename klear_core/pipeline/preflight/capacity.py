@@ -186,7 +186,7 @@ def _text_of(work: PendingWork, stage: Stage) -> list[DiskPart]:
     return [DiskPart(what=f"{stage.name} answers", gb=max_tokens * _TEXT_BYTES / 1e9)] if max_tokens else []
 
 
-# ---- fits ----
+# ---- GPU memory ----
 # Check that learners and engines fit into the GPUs, and find the setting that would fit where they do not.
 
 
