@@ -312,8 +312,8 @@ class EngineLost(ResourceError):  # noqa: N818  # it is an event to recover from
     """An engine died. Its requests can be asked again elsewhere."""
 
 
-class PooledEngine(Protocol):
-    """One engine of a pool."""
+class PooledEngine(InferenceEngine, Protocol):
+    """One engine of a pool. A ResourceError of `generate` says that it can do nothing more until it is started."""
 
     name: str
     """Name for messages: `engine 3`."""
@@ -333,14 +333,6 @@ class PooledEngine(Protocol):
 
         Raise EngineLost if it dies meanwhile.
         """
-        ...
-
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Sample; see `InferenceEngine.generate`. A ResourceError says that the engine can do nothing more."""
-        ...
-
-    async def close(self) -> None:
-        """Stop the engine."""
         ...
 
 
