@@ -21,23 +21,58 @@ from klear_core.errors import ArtifactError, KlearError
 
 log = logging.getLogger(__name__)
 
-_INDEX = "index"
-_MARKER = "shared"
-"""File beside a working folder; it exists once an index of the folder was written or fetched."""
-_BEGAN = "began"
-"""File beside a working folder, touched when a pass begins: older files are complete. It gives the time by the clock
-of the file system, which also stamps the other files; that of this machine may be another."""
-_SENT_SCRATCH = "shown"
-"""The only scratch folder that is sent: answers of earlier RL steps, which no input or checkpoint can restore."""
-_NOT_SENT = ("model", "adapter", "optimizer", "state", "unfinished")
-"""Folders that are not sent: results written from the last checkpoint, and checkpoints, which their ranks send."""
+WORK_KEYS = "work"
+"""Prefix of the copies of unfinished work."""
+_NODE = ".node-id"
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    size: int
-    mtime_ns: int
-    sha256: str
+def shared_url(root: Path) -> str:
+    """Return the URL of the shared store that artifacts below `root` were last built with; empty if none."""
+    try:
+        return (root / SHARED).read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def write_shared(root: Path, url: str) -> None:
+    """Remember the URL of the shared store for code that is only given a folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    # By a rename, because other processes may read the file at any time.
+    temporary = root / f"{SHARED}.{os.getpid()}"
+    temporary.write_text(url)
+    temporary.replace(root / SHARED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkPlace:
+    """The place in the shared store for copies of a working folder, or of a part of it."""
+
+    url: str
+    prefix: str
+    root: Path
+    """Folder of the artifacts on this node."""
+
+
+def work_place(folder: Path) -> WorkPlace | None:
+    """Return the place of the copies of a working folder or of a part of it; None without a shared store."""
+    parts = folder.absolute().parts
+    if BUILDING not in parts:
+        return None
+    index = parts.index(BUILDING)
+    root = Path(*parts[:index])
+    url = shared_url(root)
+    if not url:
+        return None
+    return WorkPlace(url=url, prefix="/".join((WORK_KEYS, *parts[index + 1 :])), root=root)
+
+
+def node_id(root: Path) -> str:
+    """Return a unique name for this folder; processes that share the folder also share its locks."""
+    path = root / _NODE
+    with file_lock(root / ".locks" / "node-id", on_wait=lambda _: None):
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex)
+        return path.read_text()
 
 
 class SealedFiles:
@@ -83,6 +118,28 @@ class SealedFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not self._bucket.download(self.key(name), path):
             raise ArtifactError(f"{self._bucket.url}/{self.key(name)}: missing")
+
+
+# ---- unfinished work ----
+
+
+_INDEX = "index"
+_MARKER = "shared"
+"""File beside a working folder; it exists once an index of the folder was written or fetched."""
+_BEGAN = "began"
+"""File beside a working folder, touched when a pass begins: older files are complete. It gives the time by the clock
+of the file system, which also stamps the other files; that of this machine may be another."""
+_SENT_SCRATCH = "shown"
+"""The only scratch folder that is sent: answers of earlier RL steps, which no input or checkpoint can restore."""
+_NOT_SENT = ("model", "adapter", "optimizer", "state", "unfinished")
+"""Folders that are not sent: results written from the last checkpoint, and checkpoints, which their ranks send."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    size: int
+    mtime_ns: int
+    sha256: str
 
 
 class WorkdirSync:
@@ -227,61 +284,3 @@ def _is_sent(name: str) -> bool:
     if parts[0] == SCRATCH:
         return len(parts) > 2 and parts[1] == _SENT_SCRATCH
     return not any(part in _NOT_SENT for part in parts)
-
-
-# ---- the store of a workspace ----
-# Open the store of an artifact's folder, with the URL that its workspace shares artifacts through.
-
-
-WORK_KEYS = "work"
-"""Prefix of the copies of unfinished work."""
-_NODE = ".node-id"
-
-
-def shared_url(root: Path) -> str:
-    """Return the URL of the shared store that artifacts below `root` were last built with; empty if none."""
-    try:
-        return (root / SHARED).read_text()
-    except FileNotFoundError:
-        return ""
-
-
-def write_shared(root: Path, url: str) -> None:
-    """Remember the URL of the shared store for code that is only given a folder."""
-    root.mkdir(parents=True, exist_ok=True)
-    # By a rename, because other processes may read the file at any time.
-    temporary = root / f"{SHARED}.{os.getpid()}"
-    temporary.write_text(url)
-    temporary.replace(root / SHARED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkPlace:
-    """The place in the shared store for copies of a working folder, or of a part of it."""
-
-    url: str
-    prefix: str
-    root: Path
-    """Folder of the artifacts on this node."""
-
-
-def work_place(folder: Path) -> WorkPlace | None:
-    """Return the place of the copies of a working folder or of a part of it; None without a shared store."""
-    parts = folder.absolute().parts
-    if BUILDING not in parts:
-        return None
-    index = parts.index(BUILDING)
-    root = Path(*parts[:index])
-    url = shared_url(root)
-    if not url:
-        return None
-    return WorkPlace(url=url, prefix="/".join((WORK_KEYS, *parts[index + 1 :])), root=root)
-
-
-def node_id(root: Path) -> str:
-    """Return a unique name for this folder; processes that share the folder also share its locks."""
-    path = root / _NODE
-    with file_lock(root / ".locks" / "node-id", on_wait=lambda _: None):
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex)
-        return path.read_text()
