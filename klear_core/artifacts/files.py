@@ -31,13 +31,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def sha256_of_all(paths: Sequence[Path]) -> list[str]:
-    """Return the SHA-256 of every file, in order."""
-    return hash_all(paths, sha256_of)
-
-
-def hash_all(paths: Sequence[Path], hash_of: Callable[[Path], str]) -> list[str]:
-    """Return the hash of every file, in order, several at a time."""
+def hash_all(paths: Sequence[Path], hash_of: Callable[[Path], str] = sha256_of) -> list[str]:
+    """Return the hash of every file, in order, several at a time; SHA-256 by default."""
     if len(paths) < 2:
         return [hash_of(path) for path in paths]
     # Hashing releases the GIL, so threads bring it to the speed of the disk.
@@ -198,7 +193,7 @@ def _cached_hashes(files: Sequence[Path], cache: Path | None) -> list[str]:
             known = {}  # a cache may be lost
     keys = [_stat_key(p) for p in files]
     unknown = [i for i, key in enumerate(keys) if key not in known]
-    for i, sha in zip(unknown, sha256_of_all([files[i] for i in unknown]), strict=True):
+    for i, sha in zip(unknown, hash_all([files[i] for i in unknown]), strict=True):
         known[keys[i]] = sha
     if cache is not None and unknown:
         cache.parent.mkdir(parents=True, exist_ok=True)

@@ -414,9 +414,7 @@ def _flag_at(values: object, index: int) -> bool | None:
 
 
 def _as_verdict(is_right: bool | None) -> str:
-    if is_right is None:
-        return ""
-    return "right" if is_right else "wrong"
+    return {None: "", True: "right", False: "wrong"}[is_right]
 
 
 _SCHEMAS = {schema.name: schema for schema in TRACE_SCHEMAS}
