@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,3 +121,31 @@ def test_rl_end_to_end_lists_the_file_of_every_function_from_train_rl_to_token_l
     listed = set(re.findall(r"\]\(\.\./([\w/]+\.py)\)", TOUR.partition("## RL end to end")[2]))
     assert needed <= listed
     assert len(listed) <= 20
+
+
+# ---- the map ----
+
+
+MAP = re.findall(r"^( *)(\S+) +(\S.*)$", re.findall(r"```\n(flows/.*?)```", TOUR, re.DOTALL)[0], re.MULTILINE)
+ROOMS = {name.rstrip("/"): text for indent, name, text in MAP if indent}
+
+
+def packages(folder: Path) -> set[str]:
+    return {path.parent.name for path in folder.glob("*/__init__.py")}
+
+
+def test_the_map_has_the_folders_of_the_root():
+    on_map = {name.rstrip("/") for indent, name, _ in MAP if not indent}
+    tracked = subprocess.run(["git", "ls-files", "*/*"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert on_map == {file.partition("/")[0] for file in tracked.splitlines()} - {".ci"}
+
+
+def test_the_map_has_the_rooms_of_the_core():
+    assert set(ROOMS) - {"(ground)"} == packages(ROOT / "klear_core")
+    ground = {file.stem for file in (ROOT / "klear_core").glob("*.py")} - {"__init__"}
+    assert set(ROOMS["(ground)"].partition(": ")[2].split()) == ground
+
+
+@pytest.mark.parametrize("room", sorted(set(ROOMS) - {"(ground)"}))
+def test_a_line_of_the_map_has_the_rooms_within(room: str):
+    assert set(re.findall(r"(\w+)/", ROOMS[room])) - {"guest"} == packages(ROOT / "klear_core" / room)

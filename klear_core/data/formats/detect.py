@@ -1,6 +1,6 @@
 """Detect the row format of a file: the published ones, mixed ones, and those that a config maps.
 
-The modules `math_schemas`, `code_schemas`, `mixed_schemas` and `trace_schemas` define the formats.
+The formats are defined in `math_rows`, `code_rows` and `traces`, and the mixed ones below.
 """
 
 from __future__ import annotations
