@@ -149,3 +149,49 @@ def test_the_map_has_the_rooms_of_the_core():
 @pytest.mark.parametrize("room", sorted(set(ROOMS) - {"(ground)"}))
 def test_a_line_of_the_map_has_the_rooms_within(room: str):
     assert set(re.findall(r"(\w+)/", ROOMS[room])) - {"guest"} == packages(ROOT / "klear_core" / room)
+
+
+# ---- names in the prose ----
+
+
+PUBLISHED_SCRIPTS = {"core_algos.py", "dp_actor.py", "code_r1_compute.py", "benchmarks/inference.py"}
+"""Files of the code published with the paper."""
+FILES = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+MODULES = {file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in FILES}
+PROSE = [*PAGES, *sorted((ROOT / "configs").glob("*/README.md")), *sorted((ROOT / "docs" / "data").glob("*.md"))]
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: "/".join(page.parts[-2:]))
+def test_a_file_that_a_page_names_exists(page: Path):
+    text = prose_of(page)
+    # names that the page itself tells the reader to write
+    own = set(re.findall(r"^`([\w/]+\.py)`:$", page.read_text(), re.MULTILINE))
+    named = set(re.findall(r"`([\w./]+\.py)`", text)) - PUBLISHED_SCRIPTS - own
+    assert {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in FILES)} == set()
+    folders = set(re.findall(r"`((?:klear_core|flows|tasks|tests|configs|docs|infra)/[\w/]*)`", text))
+    assert {folder for folder in folders if not (ROOT / folder).exists()} == set()
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: "/".join(page.parts[-2:]))
+def test_a_module_that_a_page_names_exists(page: Path):
+    named = set(re.findall(r"`(?:python -m )?((?:klear_core|flows|tasks)(?:\.\w+)+)`", prose_of(page)))
+    assert {name for name in named if name not in MODULES and name.rpartition(".")[0] not in MODULES} == set()
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: "/".join(page.parts[-2:]))
+def test_a_link_to_a_section_leads_to_a_heading(page: Path):
+    links = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", prose_of(page))
+    wrong = [
+        (target, anchor) for target, anchor in links if anchor not in anchors(page.parent / target if target else page)
+    ]
+    assert wrong == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -83,8 +83,8 @@ def train_sft(
 ) -> StageSummary:
     """Train `model` on `traces/traces/*.parquet` and write `workdir/model`, a Hugging Face folder in `cfg.dtype`.
 
-    `model` is a model artifact or a Hugging Face folder. `run_ranks` runs the learner ranks; the default is one rank in this process. `open_scorer` opens the scorer of the
-    models that `cfg.runtime.curve` asks for during training.
+    `model` is a model artifact or a Hugging Face folder. `run_ranks` runs the learner ranks; the default is one rank in
+    this process. `open_scorer` opens the scorer of the models that `cfg.runtime.curve` asks for during training.
 
     Raise ConfigError if the chat template is unfit, DataError if too few traces are usable, TrainingError after too
     many skipped steps.
