@@ -154,7 +154,13 @@ def test_a_line_of_the_map_has_the_rooms_within(room: str):
 # ---- names in the prose ----
 
 
-PUBLISHED_SCRIPTS = {"core_algos.py", "dp_actor.py", "code_r1_compute.py", "benchmarks/inference.py", "reward_config.py"}
+PUBLISHED_SCRIPTS = {
+    "core_algos.py",
+    "dp_actor.py",
+    "code_r1_compute.py",
+    "benchmarks/inference.py",
+    "reward_config.py",
+}
 """Files of the code published with the paper."""
 FILES = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 MODULES = {file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in FILES}
