@@ -55,8 +55,8 @@ def train_rl(
 ) -> StageSummary:
     """Train the model on problems of the configured domain; write `model` and `sample_rollouts.parquet` to the workdir.
 
-    A rerun with the same `workdir` continues from the last checkpoint. Without `workers`, learner and engine are in this
-    process. `open_inline_eval` opens the scores that are taken while training goes on.
+    A rerun with the same `workdir` continues from the last checkpoint. Without `workers`, learner and engine are in
+    this process. `open_inline_eval` opens the scores that are taken while training goes on.
 
     Raise DataError if the domain has no problems or almost no group is informative, TrainingError if sampling makes no
     progress, too many updates are skipped or too many workers are lost.
