@@ -262,7 +262,7 @@ def rl(job: RlJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> St
 @stage
 def evaluate(job: EvaluateJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Make judged answers of `model` to `benchmarks`, and scores with confidence intervals."""
-    from klear_core.evaluate.run import evaluate as evaluate_model
+    from klear_core.evaluate.run import evaluate_model
     from klear_core.evaluate.sample import read_suite
 
     model = inputs["model"].path

@@ -180,8 +180,7 @@ class Stage:
 # ---- jobs ----
 # Define the jobs of the stages that make, sample or score models, and of the report.
 #
-# The jobs that make problems are in `data_jobs`, those of given results in `given_jobs`, the one that changes the
-# champion in `promote_job`.
+# The jobs that make problems and those of given results are in `data_jobs`.
 
 
 class BaseJob(Job):

@@ -70,7 +70,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOffer:
-    """An offer of new weights that one engine can fetch from a learner's memory; see `transfer.py`."""
+    """An offer of new weights that one engine can fetch from a learner's memory; see `weight_transfer`."""
 
     host: str
     port: int

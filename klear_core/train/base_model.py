@@ -62,7 +62,12 @@ def _show_download(telemetry: Telemetry, done: int, total: int) -> None:
 
 
 def model_folder(artifact: Path) -> Path:
-    """Return the Hugging Face folder of a model artifact. Raise ArtifactError if the target is gone or changed."""
+    """Return the Hugging Face folder of a model artifact; one that is given stays as it is.
+
+    Raise ArtifactError if the target of the artifact is gone or changed.
+    """
+    if (artifact / "config.json").is_file():
+        return artifact
     folder = artifact / "model"
     if folder.is_dir():
         return folder

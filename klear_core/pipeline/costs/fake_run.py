@@ -2,7 +2,7 @@
 
     python -m klear_core.pipeline.costs.fake_run < case.json    prints the result as JSON
 
-It runs our model, sharding, packing, head and update, unchanged except for what `stand_ins` replaces. It counts what
+It runs our model, sharding, packing, head and update, unchanged except for what `fake_ops` replaces. It counts what
 torch allocates, but not its allocator's rounding and fragmentation, buffers of cuBLAS and NCCL, or the CUDA context.
 """
 
