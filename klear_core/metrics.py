@@ -40,6 +40,10 @@ class NullTelemetry:
         """Ignore."""
 
 
+SILENT: Telemetry = NullTelemetry()
+"""The default of whoever calls a stage as a library function."""
+
+
 class MetricsFile:
     """Metrics by step as JSON lines. Rows of a step and all later ones are replaced when that step is repeated."""
 

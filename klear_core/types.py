@@ -57,7 +57,7 @@ TestKind = Literal["stdin", "call", "asserts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTests:
-    """A handle to large tests in a file, from which `load_tests` of `artifacts.tests_file` reads them for judging."""
+    """A handle to large tests in a file, from which `load_tests` of `artifacts.records` reads them for judging."""
 
     path: str
     """The file; in a shard its name alone, because it is in the shard's folder."""

@@ -19,7 +19,18 @@ from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config import data_jobs as data
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.stage import BaseJob, DistillJob, EvaluateJob, Job, ReportJob, RlJob, SftJob, Stage, TagJob
+from klear_core.config.stage import (
+    BaseJob,
+    DistillJob,
+    EvaluateJob,
+    Job,
+    PromoteJob,
+    ReportJob,
+    RlJob,
+    SftJob,
+    Stage,
+    TagJob,
+)
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.metrics import Telemetry
@@ -251,7 +262,7 @@ def rl(job: RlJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> St
 @stage
 def evaluate(job: EvaluateJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Make judged answers of `model` to `benchmarks`, and scores with confidence intervals."""
-    from klear_core.evaluate.run import evaluate as evaluate_model
+    from klear_core.evaluate.run import evaluate_model
     from klear_core.evaluate.sample import read_suite
 
     model = inputs["model"].path
@@ -315,7 +326,7 @@ _MAX_DECISIONS = 5
 
 
 @stage_task
-def promote(info: RunInfo, job: data.PromoteJob, inputs: Inputs) -> ArtifactRef:
+def promote(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
     """Compare `evaluation`, of `model`, with the champion's, or with `first`; make `model` champion if it passes."""
     from klear_core.evaluate.compare.promotion import read_decision
 
@@ -342,7 +353,7 @@ def promote(info: RunInfo, job: data.PromoteJob, inputs: Inputs) -> ArtifactRef:
     raise ResourceError(f"the champion changed {_MAX_DECISIONS} times while this run decided; run it again")
 
 
-def _with_registry(job: data.PromoteJob, registry: Registry, inputs: Inputs) -> data.PromoteJob:
+def _with_registry(job: PromoteJob, registry: Registry, inputs: Inputs) -> PromoteJob:
     """Return the job with its rival and the rollback of its model from the registry, and how the model was chosen."""
     from klear_core.report.run.warnings import chosen_on
 
@@ -370,7 +381,7 @@ def withdrawn_elsewhere(model: Path, versions: Sequence[Version]) -> str:
     return ""
 
 
-def _decide(info: RunInfo, job: data.PromoteJob, inputs: Inputs) -> ArtifactRef:
+def _decide(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
     """Return the artifact of the decision: the same job and inputs give the same one."""
     champion = _champion_scores(info, job, inputs)
 
@@ -393,7 +404,7 @@ def _decide(info: RunInfo, job: data.PromoteJob, inputs: Inputs) -> ArtifactRef:
     return run_stage(info, job, roles, body)
 
 
-def _champion_scores(info: RunInfo, job: data.PromoteJob, inputs: Inputs) -> ArtifactRef | None:
+def _champion_scores(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef | None:
     """Return the champion's scores: those that made it champion, or new ones if the rule asks for it; None if gone."""
     from klear_core.evaluate.compare.promotion import are_comparable
 
@@ -431,7 +442,7 @@ def _stored(info: RunInfo, name: str, uri: str) -> ArtifactRef | None:
     )
 
 
-def _rival(info: RunInfo, job: data.PromoteJob, inputs: Inputs, scores: ArtifactRef | None) -> Rival | None:
+def _rival(info: RunInfo, job: PromoteJob, inputs: Inputs, scores: ArtifactRef | None) -> Rival | None:
     """Return the model to compare with: the champion, or without one the first model of the run if the rule asks."""
     from klear_core.evaluate.compare.promotion import Contender, Rival
 
@@ -452,7 +463,7 @@ def _rival(info: RunInfo, job: data.PromoteJob, inputs: Inputs, scores: Artifact
     return Rival(contender=contender, is_="first model of the run", evaluation=first.path)
 
 
-def contaminated(job: data.PromoteJob, model: ArtifactRef) -> dict[str, int | None]:
+def contaminated(job: PromoteJob, model: ArtifactRef) -> dict[str, int | None]:
     """Return the number of each benchmark's problems that overlap with the model's training data; None if unknown."""
     from klear_core.report.run.warnings import num_overlapping
 

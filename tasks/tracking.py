@@ -26,7 +26,7 @@ from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord, read_manifest
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.settings import Settings, result_settings
+from klear_core.config.settings import Settings, leaves_of, result_settings
 from klear_core.config.stage import Job, ReportJob
 from klear_core.errors import ConfigError
 from klear_core.metrics import read_metrics
@@ -130,15 +130,13 @@ def end_pipeline(info: RunInfo, status: RunStatus) -> None:
         )
 
 
-def flat_params(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
-    """Return nested settings as dotted names with text values; a list is one value."""
+def flat_params(settings: Mapping[str, JsonValue]) -> dict[str, str]:
+    """Return nested settings as dotted names with text values; a list is one value, and an empty table is left out."""
     flat: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            flat |= flat_params(value, f"{prefix}{key}.")
-        else:
+    for path, value in leaves_of(settings):
+        if value != {}:
             text = value if isinstance(value, str) else json.dumps(value)
-            flat[f"{prefix}{key}"] = text[:_PARAM_CHARS]
+            flat[".".join(path)] = text[:_PARAM_CHARS]
     return flat
 
 

@@ -4,11 +4,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from klear_core.config.curate import CurateConfig
+from klear_core.config.curate import CurateConfig, TagConfig
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.train import TagConfig
 from klear_core.pipeline.graph import stages_of
 
 ROOT = Path(__file__).parents[1]

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,3 +121,93 @@ def test_rl_end_to_end_lists_the_file_of_every_function_from_train_rl_to_token_l
     listed = set(re.findall(r"\]\(\.\./([\w/]+\.py)\)", TOUR.partition("## RL end to end")[2]))
     assert needed <= listed
     assert len(listed) <= 20
+
+
+# ---- the map ----
+
+
+MAP = re.findall(r"^( *)(\S+) +(\S.*)$", re.findall(r"```\n(flows/.*?)```", TOUR, re.DOTALL)[0], re.MULTILINE)
+ROOMS = {name.rstrip("/"): text for indent, name, text in MAP if indent}
+
+
+def packages(folder: Path) -> set[str]:
+    return {path.parent.name for path in folder.glob("*/__init__.py")}
+
+
+def test_the_map_has_the_folders_of_the_root():
+    on_map = {name.rstrip("/") for indent, name, _ in MAP if not indent}
+    tracked = subprocess.run(["git", "ls-files", "*/*"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert on_map == {file.partition("/")[0] for file in tracked.splitlines()} - {".ci"}
+
+
+def test_the_map_has_the_rooms_of_the_core():
+    assert set(ROOMS) - {"(ground)"} == packages(ROOT / "klear_core")
+    ground = {file.stem for file in (ROOT / "klear_core").glob("*.py")} - {"__init__"}
+    assert set(ROOMS["(ground)"].partition(": ")[2].split()) == ground
+
+
+@pytest.mark.parametrize("room", sorted(set(ROOMS) - {"(ground)"}))
+def test_a_line_of_the_map_has_the_rooms_within(room: str):
+    assert set(re.findall(r"(\w+)/", ROOMS[room])) - {"guest"} == packages(ROOT / "klear_core" / room)
+
+
+# ---- names in the prose ----
+
+
+PUBLISHED_SCRIPTS = {
+    "core_algos.py",
+    "dp_actor.py",
+    "code_r1_compute.py",
+    "benchmarks/inference.py",
+    "reward_config.py",
+}
+"""Files of the code published with the paper."""
+FILES = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+MODULES = {file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in FILES}
+PROSE = [*PAGES, *sorted((ROOT / "configs").glob("*/README.md")), *sorted((ROOT / "docs" / "data").glob("*.md"))]
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def missing_files(text: str) -> set[str]:
+    named = set(re.findall(r"`([\w./]+\.py)`", text)) - PUBLISHED_SCRIPTS
+    return {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in FILES)}
+
+
+def test_files_that_docstrings_and_comments_name_exist():
+    sources = [file for file in FILES if file.startswith(("flows/", "tasks/", "klear_core/"))]
+    missing = {file: missing_files((ROOT / file).read_text()) for file in sources}
+    assert {file: names for file, names in missing.items() if names} == {}
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: "/".join(page.parts[-2:]))
+def test_a_file_that_a_page_names_exists(page: Path):
+    text = prose_of(page)
+    # names that the page itself tells the reader to write
+    own = set(re.findall(r"^`([\w/]+\.py)`:$", page.read_text(), re.MULTILINE))
+    assert missing_files(text) - own == set()
+    folders = set(re.findall(r"`((?:klear_core|flows|tasks|tests|configs|docs|infra)/[\w/]*)`", text))
+    assert {folder for folder in folders if not (ROOT / folder).exists()} == set()
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: "/".join(page.parts[-2:]))
+def test_a_module_that_a_page_names_exists(page: Path):
+    named = set(re.findall(r"`(?:python -m )?((?:klear_core|flows|tasks)(?:\.\w+)+)`", prose_of(page)))
+    assert {name for name in named if name not in MODULES and name.rpartition(".")[0] not in MODULES} == set()
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: "/".join(page.parts[-2:]))
+def test_a_link_to_a_section_leads_to_a_heading(page: Path):
+    links = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", prose_of(page))
+    wrong = [
+        (target, anchor) for target, anchor in links if anchor not in anchors(page.parent / target if target else page)
+    ]
+    assert wrong == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -13,18 +13,26 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from klear_core.artifacts.files import DISK_FULL
 from klear_core.errors import ConfigError, KlearError, ResourceError
 from klear_core.metrics import made_progress
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_TRANSFERS = 8
+"""Files that are sent or fetched at a time; a large file is sent in several parts at a time, too."""
 _CONNECT_TIMEOUT_S = 5
 _READ_TIMEOUT_S = 60
 _FIRST_TRIES, _LATER_TRIES = 3, 8
@@ -212,6 +220,12 @@ class Bucket:
         return None
 
 
+def transfer_all(transfer: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Call `transfer` with every item, several at a time, and return the results; the first error is raised."""
+    with ThreadPoolExecutor(_TRANSFERS) as threads:
+        return list(threads.map(transfer, items))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """Findings about a store after a few requests with a small object of its own."""
@@ -332,8 +346,6 @@ def _is_precondition(e: OSError) -> bool:
 # Whoever sees no heartbeat for the time of expiry creates the next term, which at most one node can. Time is measured by
 # the watcher's own clock between two changes of the object, so that clocks of nodes need not agree.
 
-
-log = logging.getLogger(__name__)
 
 _BEATS_PER_EXPIRY = 4
 """Heartbeats within the time of expiry, so that a single lost one does not end the lease."""

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from klear_core.errors import ConfigError, ResourceError
 
-_HASH_THREADS = 8
+_HASH_THREADS = 8  # a thread hashes about 1 GB a second, so that 8 are as fast as a local disk
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""
 _held_locks: set[int] = set()
@@ -31,15 +31,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def sha256_of_all(paths: Sequence[Path]) -> list[str]:
-    """Return the SHA-256 of every file, in order.
-
-    Hashing releases the GIL, so threads bring it to the speed of the disk.
-    """
+def hash_all(paths: Sequence[Path], hash_of: Callable[[Path], str] = sha256_of) -> list[str]:
+    """Return the hash of every file, in order, several at a time; SHA-256 by default."""
     if len(paths) < 2:
-        return [sha256_of(p) for p in paths]
+        return [hash_of(path) for path in paths]
+    # Hashing releases the GIL, so threads bring it to the speed of the disk.
     with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(sha256_of, paths))
+        return list(pool.map(hash_of, paths))
 
 
 def content_digest(path: Path, *, cache: Path | None = None) -> str:
@@ -53,8 +51,9 @@ def content_digest(path: Path, *, cache: Path | None = None) -> str:
     if path.is_file():
         text = _cached_hashes([path], cache)[0]
     elif path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
-        text = _listing(files, path, cache)
+        # Tools leave hidden files beside the content, such as `.cache` of `hf download --local-dir`.
+        found = (p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path).as_posix()}")
+        text = _listing(sorted(found), path, cache)
     elif is_pattern(str(path)) and (files := matching_files(str(path))):
         text = _listing(files, fixed_part(str(path)), cache)
     else:
@@ -180,11 +179,6 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def _is_hidden(relative: Path) -> bool:
-    # Tools leave hidden files beside the content, such as `.cache` of `hf download --local-dir`.
-    return any(part.startswith(".") for part in relative.parts)
-
-
 def _listing(files: Sequence[Path], root: Path, cache: Path | None) -> str:
     hashes = _cached_hashes(files, cache)
     return "\n".join(f"{sha}  {p.relative_to(root).as_posix()}" for p, sha in zip(files, hashes, strict=True))
@@ -199,7 +193,7 @@ def _cached_hashes(files: Sequence[Path], cache: Path | None) -> list[str]:
             known = {}  # a cache may be lost
     keys = [_stat_key(p) for p in files]
     unknown = [i for i, key in enumerate(keys) if key not in known]
-    for i, sha in zip(unknown, sha256_of_all([files[i] for i in unknown]), strict=True):
+    for i, sha in zip(unknown, hash_all([files[i] for i in unknown]), strict=True):
         known[keys[i]] = sha
     if cache is not None and unknown:
         cache.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from klear_core.artifacts.files import DISK_FULL, sha256_of_all
+from klear_core.artifacts.files import DISK_FULL, hash_all
 from klear_core.config.data import HubRuntime
 from klear_core.errors import ConfigError, DataError, ResourceError
 
@@ -160,7 +160,7 @@ def check_content(repo: HubFiles, names: Sequence[str]) -> dict[str, str]:
     Small files are not compared: the Hub states no SHA-256 of them.
     """
     listed = {file.name: file.sha256 for file in _listed_in_cache(repo) or ()}
-    found = dict(zip(names, sha256_of_all([repo.folder / name for name in names]), strict=True))
+    found = dict(zip(names, hash_all([repo.folder / name for name in names]), strict=True))
     for name, sha256 in found.items():
         # The cache stores a large file under its SHA-256, and a link to it under its name.
         stored = (repo.folder / name).resolve()

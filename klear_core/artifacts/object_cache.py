@@ -11,19 +11,16 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.bucket import Bucket, transfer_all
 from klear_core.artifacts.files import file_lock, sha256_of
 from klear_core.artifacts.manifest import FileRecord
 from klear_core.errors import ArtifactError
 
 log = logging.getLogger(__name__)
 
-TRANSFERS = 8
-"""Number of files that are sent or fetched at once; a large file is sent in several parts at once, too."""
 _in_use: dict[Path, int] = {}
 """Open markers of artifacts that this process has used, by path; the kernel closes them when the process ends."""
 
@@ -53,8 +50,7 @@ class ObjectCache:
 
         ArtifactError names an object that is missing or whose content is not what its name says.
         """
-        with ThreadPoolExecutor(TRANSFERS) as pool:
-            list(pool.map(lambda file: self._link(file, folder), files))
+        transfer_all(lambda file: self._link(file, folder), files)
 
     def mark_used(self, folder: Path, *, is_fetched: bool = False) -> None:
         """Protect a fetched artifact from eviction until this process ends, and note that it was used now."""

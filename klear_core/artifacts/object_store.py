@@ -14,11 +14,10 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from klear_core.artifacts.bucket import Bucket, LeaseTimes, lease
+from klear_core.artifacts.bucket import Bucket, LeaseTimes, lease, transfer_all
 from klear_core.artifacts.files import DiskErrors, sha256_of
 from klear_core.artifacts.manifest import (
     MANIFEST,
@@ -33,7 +32,7 @@ from klear_core.artifacts.manifest import (
     parse_manifest,
     read_manifest,
 )
-from klear_core.artifacts.object_cache import TRANSFERS, ObjectCache, object_key, set_object_aside
+from klear_core.artifacts.object_cache import ObjectCache, object_key, set_object_aside
 from klear_core.artifacts.shared import WorkdirSync, node_id, write_shared
 from klear_core.artifacts.store import ATTEMPTS, CheckedBy, LocalSlot, LocalStore
 from klear_core.errors import ArtifactError
@@ -201,8 +200,7 @@ class ObjectStore(LocalStore):
         """Send files of a folder as objects, those that are not there yet; returns the bytes sent."""
         # equal files are one object
         unique = {file.sha256: file for file in files}
-        with ThreadPoolExecutor(TRANSFERS) as pool:
-            return sum(pool.map(lambda file: self._send(file, folder), unique.values()))
+        return sum(transfer_all(lambda file: self._send(file, folder), unique.values()))
 
     def share_given(self, own: ArtifactId) -> None:
         """Send the files of a model that this node's artifact points to; nothing for any other artifact."""

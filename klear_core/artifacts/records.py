@@ -27,6 +27,8 @@ from klear_core.types import AssertTests, CallTests, CodeReference, Reference, S
 if TYPE_CHECKING:
     import pyarrow as pa
 
+T = TypeVar("T")
+
 R = TypeVar("R")
 
 _TABLE_CHARS = 32 << 20
@@ -190,9 +192,6 @@ def _from_row(row: dict[str, object], record_type: type[R], *, folder: Path, whe
 
 # ---- shards ----
 # Process items in shards, the unit of resume, with bounded concurrency; yield a shard when all its items are done.
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,4 @@
-"""Know the shared store of a workspace, and copy a stage's unfinished work to it, so that another node can go on.
-
-A pass sends the files that are new or have changed, then the index that names all of them. Other nodes see only what
-the index names, so an interrupted pass changes nothing.
-"""
+"""Know the shared store of a workspace, keep sets of files in it, and copy a stage's unfinished work to it."""
 
 from __future__ import annotations
 
@@ -13,184 +9,17 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.artifacts.bucket import Bucket
-from klear_core.artifacts.files import file_lock
+from klear_core.artifacts.bucket import Bucket, transfer_all
+from klear_core.artifacts.files import file_lock, sha256_of
 from klear_core.artifacts.store import BUILDING, SCRATCH, SHARED
 from klear_core.errors import ArtifactError, KlearError
 
 log = logging.getLogger(__name__)
-
-_INDEX = "index"
-_MARKER = "shared"
-"""File beside a working folder; it exists once an index of the folder was written or fetched."""
-_BEGAN = "began"
-"""File beside a working folder, touched when a pass begins: older files are complete. It gives the time by the clock
-of the file system, which also stamps the other files; that of this machine may be another."""
-_SENT_SCRATCH = "shown"
-"""The only scratch folder that is sent: answers of earlier RL steps, which no input or checkpoint can restore."""
-_NOT_SENT = ("model", "adapter", "optimizer", "state", "unfinished")
-"""Folders that are not sent: results written from the last checkpoint, and checkpoints, which their ranks send."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    size: int
-    mtime_ns: int
-    sha256: str
-
-
-class WorkdirSync:
-    """The copy in the store of one stage's working folder."""
-
-    def __init__(self, bucket: Bucket, workdir: Path, *, node: str) -> None:
-        self._bucket = bucket
-        self._workdir = workdir
-        self._marker = workdir.parent / _MARKER
-        self._keys = f"{WORK_KEYS}/{workdir.parent.name}"
-        self._node = node
-        self._seen: dict[str, _Seen] = {}
-        """Files of the last index that this process has written."""
-        self._attempt = 1
-
-    def restore(self, attempt: int) -> int:
-        """Put the newest work into the working folder, this node's or another's; return this attempt's number.
-
-        If the store has no copy of work that this node once sent, the work was discarded because the stage is to be
-        built again: the folder is emptied.
-        """
-        self._attempt = attempt
-        content = self._bucket.read(f"{self._keys}/{_INDEX}")
-        if content is None:
-            if self._marker.exists():
-                self._empty()
-            return attempt
-        index = json.loads(content)
-        # No other node has worked on it since this one sent its work, so the folder here is at least as new.
-        if index["node"] == self._node and self._marker.exists():
-            return attempt
-        self._empty()
-        try:
-            for name, (size, sha256) in index["files"].items():
-                self._fetch(name, size, sha256)
-        except ArtifactError as e:
-            log.warning("unfinished work of another node cannot be used, so the stage begins anew: %s", e)
-            self._empty()
-            return attempt
-        self._marker.touch()
-        self._attempt = index["attempt"] + 1
-        log.info("going on with the unfinished work of attempt %d on another node", index["attempt"])
-        return self._attempt
-
-    @contextmanager
-    def kept(self, every_s: float) -> Iterator[None]:
-        """Send passes during the block, and a last one if the working folder is still there after it."""
-        stop = threading.Event()
-
-        def keep() -> None:
-            while not stop.wait(every_s):
-                self._try_send()
-
-        thread = threading.Thread(target=keep, name="unfinished work to the store", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-            self._try_send()
-
-    def send(self) -> None:
-        """Send what was written since the last pass.
-
-        If a stage writes one file after another, the copy never has the later one alone: files that are written during
-        a pass are left to the next pass.
-        """
-        began = self._workdir.parent / _BEGAN
-        began.touch()
-        before_ns = began.stat().st_mtime_ns
-        found: dict[str, _Seen] = {}
-        for path in sorted(self._workdir.rglob("*")):
-            name = path.relative_to(self._workdir).as_posix()
-            if _is_sent(name) and path.is_file():
-                seen = self._send_file(path, name, before_ns)
-                if seen is not None:
-                    found[name] = seen
-        if not self._workdir.is_dir() or found == self._seen:
-            return
-        files = {name: (seen.size, seen.sha256) for name, seen in found.items()}
-        index = {"node": self._node, "attempt": self._attempt, "files": files}
-        self._bucket.write(f"{self._keys}/{_INDEX}", json.dumps(index).encode())
-        self._marker.touch()
-        # Only now: until the new index is there, the former one needs the old files.
-        needed = {seen.sha256 for seen in found.values()}
-        for sha256 in {seen.sha256 for seen in self._seen.values()} - needed:
-            self._bucket.delete(self._file_key(sha256))
-        self._seen = found
-
-    def clear(self) -> None:
-        """Delete the copy, checkpoints included."""
-        for key in self._bucket.keys(f"{self._keys}/"):
-            self._bucket.delete(key)
-
-    def _try_send(self) -> None:
-        if not self._workdir.is_dir():
-            return
-        try:
-            self.send()
-        except (KlearError, OSError) as e:
-            # the stage itself can continue, and the next pass sends these files
-            log.warning("unfinished work could not be copied to the store: %s", e)
-
-    def _send_file(self, path: Path, name: str, before_ns: int) -> _Seen | None:
-        """Send a file unless the last pass did; None if it is too new or gone, its former version if it is too new."""
-        former = self._seen.get(name)
-        try:
-            stat = path.stat()
-            if former is not None and (former.size, former.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
-                return former
-            if stat.st_mtime_ns >= before_ns:
-                return former
-            with path.open("rb") as f:
-                content = f.read(stat.st_size)  # not more, if the stage appends to the file meanwhile
-        except FileNotFoundError:
-            return None
-        sha256 = hashlib.sha256(content).hexdigest()
-        self._bucket.write(self._file_key(sha256), content)
-        return _Seen(size=len(content), mtime_ns=stat.st_mtime_ns, sha256=sha256)
-
-    def _fetch(self, name: str, size: int, sha256: str) -> None:
-        content = self._bucket.read(self._file_key(sha256))
-        if content is None or hashlib.sha256(content).hexdigest() != sha256:
-            state = "missing" if content is None else "altered"
-            raise ArtifactError(f"{self._bucket.url}/{self._file_key(sha256)} ({name}, {size} bytes): {state}")
-        target = self._workdir / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
-
-    def _empty(self) -> None:
-        shutil.rmtree(self._workdir)
-        self._workdir.mkdir()
-        self._marker.unlink(missing_ok=True)
-
-    def _file_key(self, sha256: str) -> str:
-        return f"{self._keys}/files/{sha256}"
-
-
-def _is_sent(name: str) -> bool:
-    parts = name.split("/")
-    if parts[0] == SCRATCH:
-        return len(parts) > 2 and parts[1] == _SENT_SCRATCH
-    return not any(part in _NOT_SENT for part in parts)
-
-
-# ---- opened ----
-# Open the store of an artifact's folder, with the URL that its workspace shares artifacts through.
-
 
 WORK_KEYS = "work"
 """Prefix of the copies of unfinished work."""
@@ -244,3 +73,214 @@ def node_id(root: Path) -> str:
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
         return path.read_text()
+
+
+class SealedFiles:
+    """Files below one prefix of a store. They count once their seal is there, the object that names them.
+
+    The seal is written last and deleted first, so what it names is complete.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str, *, seal: str) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._seal = self.key(seal)
+
+    def key(self, name: str) -> str:
+        """Return the key of a file."""
+        return f"{self._prefix}/{name}"
+
+    def seal(self) -> bytes | None:
+        """Return the seal; None if the files do not count."""
+        return self._bucket.read(self._seal)
+
+    def write_seal(self, content: bytes) -> None:
+        """Make the files count, after all were sent."""
+        self._bucket.write(self._seal, content)
+
+    def send(self, files: Iterable[Path]) -> None:
+        """Send files under their own names."""
+        transfer_all(lambda file: self._bucket.upload(file, self.key(file.name)), files)
+
+    def fetch(self, files: Iterable[tuple[str, Path]]) -> None:
+        """Fetch files by name, each to its path. ArtifactError if one is missing."""
+        transfer_all(self._fetch_one, files)
+
+    def delete(self) -> None:
+        """Delete all files, their seal first."""
+        # A deletion that is cut short then leaves nothing that looks complete.
+        self._bucket.delete(self._seal)
+        for key in self._bucket.keys(f"{self._prefix}/"):
+            self._bucket.delete(key)
+
+    def _fetch_one(self, file: tuple[str, Path]) -> None:
+        name, path = file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._bucket.download(self.key(name), path):
+            raise ArtifactError(f"{self._bucket.url}/{self.key(name)}: missing")
+
+
+# ---- unfinished work ----
+
+
+_INDEX = "index"
+_MARKER = "shared"
+"""File beside a working folder; it exists once an index of the folder was written or fetched."""
+_BEGAN = "began"
+"""File beside a working folder, touched when a pass begins: older files are complete. It gives the time by the clock
+of the file system, which also stamps the other files; that of this machine may be another."""
+_SENT_SCRATCH = "shown"
+"""The only scratch folder that is sent: answers of earlier RL steps, which no input or checkpoint can restore."""
+_NOT_SENT = ("model", "adapter", "optimizer", "state", "unfinished")
+"""Folders that are not sent: results written from the last checkpoint, and checkpoints, which their ranks send."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+class WorkdirSync:
+    """The copy in the store of one stage's working folder, so that another node can go on.
+
+    A pass sends the files that are new or have changed, each named by its SHA-256, then the index that names all of
+    them. Other nodes see only what the index names, so an interrupted pass changes nothing.
+    """
+
+    def __init__(self, bucket: Bucket, workdir: Path, *, node: str) -> None:
+        self._bucket = bucket
+        self._workdir = workdir
+        self._marker = workdir.parent / _MARKER
+        self._files = SealedFiles(bucket, f"{WORK_KEYS}/{workdir.parent.name}", seal=_INDEX)
+        self._node = node
+        self._seen: dict[str, _Seen] = {}
+        """Files of the last index that this process has written."""
+        self._attempt = 1
+
+    def restore(self, attempt: int) -> int:
+        """Put the newest work into the working folder, this node's or another's; return this attempt's number.
+
+        If the store has no copy of work that this node once sent, the work was discarded because the stage is to be
+        built again: the folder is emptied.
+        """
+        self._attempt = attempt
+        content = self._files.seal()
+        if content is None:
+            if self._marker.exists():
+                self._empty()
+            return attempt
+        index = json.loads(content)
+        # No other node has worked on it since this one sent its work, so the folder here is at least as new.
+        if index["node"] == self._node and self._marker.exists():
+            return attempt
+        self._empty()
+        try:
+            self._fetch({name: sha256 for name, (_size, sha256) in index["files"].items()})
+        except ArtifactError as e:
+            log.warning("unfinished work of another node cannot be used, so the stage begins anew: %s", e)
+            self._empty()
+            return attempt
+        self._marker.touch()
+        self._attempt = index["attempt"] + 1
+        log.info("going on with the unfinished work of attempt %d on another node", index["attempt"])
+        return self._attempt
+
+    @contextmanager
+    def kept(self, every_s: float) -> Iterator[None]:
+        """Send passes during the block, and a last one if the working folder is still there after it."""
+        stop = threading.Event()
+
+        def keep() -> None:
+            while not stop.wait(every_s):
+                self._try_send()
+
+        thread = threading.Thread(target=keep, name="unfinished work to the store", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            self._try_send()
+
+    def send(self) -> None:
+        """Send what was written since the last pass.
+
+        If a stage writes one file after another, the copy never has the later one alone: files that are written during
+        a pass are left to the next pass.
+        """
+        began = self._workdir.parent / _BEGAN
+        began.touch()
+        before_ns = began.stat().st_mtime_ns
+        found: dict[str, _Seen] = {}
+        for path in sorted(self._workdir.rglob("*")):
+            name = path.relative_to(self._workdir).as_posix()
+            if _is_sent(name) and path.is_file():
+                seen = self._send_file(path, name, before_ns)
+                if seen is not None:
+                    found[name] = seen
+        if not self._workdir.is_dir() or found == self._seen:
+            return
+        files = {name: (seen.size, seen.sha256) for name, seen in found.items()}
+        index = {"node": self._node, "attempt": self._attempt, "files": files}
+        self._files.write_seal(json.dumps(index).encode())
+        self._marker.touch()
+        # Only now: until the new index is there, the former one needs the old files.
+        needed = {seen.sha256 for seen in found.values()}
+        for sha256 in {seen.sha256 for seen in self._seen.values()} - needed:
+            self._bucket.delete(self._file_key(sha256))
+        self._seen = found
+
+    def clear(self) -> None:
+        """Delete the copy, checkpoints included."""
+        self._files.delete()
+
+    def _try_send(self) -> None:
+        if not self._workdir.is_dir():
+            return
+        try:
+            self.send()
+        except (KlearError, OSError) as e:
+            # the stage itself can continue, and the next pass sends these files
+            log.warning("unfinished work could not be copied to the store: %s", e)
+
+    def _send_file(self, path: Path, name: str, before_ns: int) -> _Seen | None:
+        """Send a file unless the last pass did; None if it is too new or gone, its former version if it is too new."""
+        former = self._seen.get(name)
+        try:
+            stat = path.stat()
+            if former is not None and (former.size, former.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+                return former
+            if stat.st_mtime_ns >= before_ns:
+                return former
+            with path.open("rb") as f:
+                content = f.read(stat.st_size)  # not more, if the stage appends to the file meanwhile
+        except FileNotFoundError:
+            return None
+        sha256 = hashlib.sha256(content).hexdigest()
+        self._bucket.write(self._file_key(sha256), content)
+        return _Seen(size=len(content), mtime_ns=stat.st_mtime_ns, sha256=sha256)
+
+    def _fetch(self, files: Mapping[str, str]) -> None:
+        """Fetch files by name, each with its SHA-256."""
+        self._files.fetch((f"files/{sha256}", self._workdir / name) for name, sha256 in files.items())
+        for name, sha256 in files.items():
+            if sha256_of(self._workdir / name) != sha256:
+                raise ArtifactError(f"{self._bucket.url}/{self._file_key(sha256)} ({name}): altered")
+
+    def _empty(self) -> None:
+        shutil.rmtree(self._workdir)
+        self._workdir.mkdir()
+        self._marker.unlink(missing_ok=True)
+
+    def _file_key(self, sha256: str) -> str:
+        return self._files.key(f"files/{sha256}")
+
+
+def _is_sent(name: str) -> bool:
+    parts = name.split("/")
+    if parts[0] == SCRATCH:
+        return len(parts) > 2 and parts[1] == _SENT_SCRATCH
+    return not any(part in _NOT_SENT for part in parts)

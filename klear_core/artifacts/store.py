@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from klear_core.artifacts.files import DiskErrors, file_lock, sha256_of_all, sync_path, sync_tree
+from klear_core.artifacts.files import DiskErrors, file_lock, hash_all, sync_path, sync_tree
 from klear_core.artifacts.manifest import (
     MANIFEST,
     MANIFEST_SUM,
@@ -45,8 +45,11 @@ class LocalSlot:
     kind: str
     fingerprint: str
     workdir: Path
+    """The folder to build in; holds what an earlier, interrupted attempt left."""
     ref: ArtifactRef | None
+    """The finished artifact, if it existed already or another process built it while this one waited."""
     attempt: int
+    """Number of this attempt: 1 for the first build of this artifact."""
 
     def publish(self, manifest: Manifest) -> ArtifactRef:
         """Delete `scratch/`, hash and sync all files, write the manifest, then rename the folder to its final place.
@@ -177,7 +180,7 @@ class LocalStore:
             if size != file.size:
                 raise ArtifactError(f"{ref.path / name}: has {size} bytes, the manifest says {file.size}")
         if self.checked_by == "content":
-            hashes = sha256_of_all([ref.path / name for name in expected])
+            hashes = hash_all([ref.path / name for name in expected])
             for (name, file), sha in zip(expected.items(), hashes, strict=True):
                 if sha != file.sha256:
                     raise ArtifactError(
@@ -238,7 +241,7 @@ def _list_files(folder: Path) -> list[str]:
 
 def _describe_files(folder: Path) -> tuple[FileRecord, ...]:
     names = _list_files(folder)
-    hashes = sha256_of_all([folder / n for n in names])
+    hashes = hash_all([folder / n for n in names])
     return tuple(
         FileRecord(path=n, size=(folder / n).stat().st_size, sha256=h) for n, h in zip(names, hashes, strict=True)
     )

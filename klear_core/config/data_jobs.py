@@ -1,4 +1,4 @@
-"""Define the jobs of the stages that make problems, take what exists, or promote a model."""
+"""Define the jobs of the stages that make problems or take what exists, and the sections of the config by stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from klear_core.config.curate import (
 from klear_core.config.data import BenchmarkConfig, FileSource, GeneratedSource, Source
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.known_benchmarks import DateWindow
-from klear_core.config.pipeline import Champion, PipelineConfig, PromoteConfig
+from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings, YieldLimits
 from klear_core.config.stage import BaseJob, EvaluateJob, HubUse, Job, SourceUse
 from klear_core.config.train import (
@@ -33,45 +33,6 @@ from klear_core.config.train import (
     PublishedModel,
 )
 from klear_core.config.verify import VerifyConfig
-
-STAGE_SECTIONS = frozenset(
-    ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "rl", "rl_code", "evaluate", "promote")
-)
-"""Sections that stages use; the others, such as `seed` and `verify`, concern the whole run."""
-
-
-def section_of(key: str) -> str:
-    """Return the stage's section that a dotted key of the config belongs to; empty if it concerns the whole run."""
-    first, *others = key.split(".")
-    if first == "judge" and others:  # judge settings of a single stage
-        first = others[0]
-    return first if first in STAGE_SECTIONS else ""
-
-
-def unused_overrides(overrides: Sequence[str], used: Collection[str]) -> dict[str, str]:
-    """Return the `key.path=value` overrides of stages' sections that are not among those used, with the section."""
-    sections = {override: section_of(override.partition("=")[0].strip()) for override in overrides}
-    return {override: section for override, section in sections.items() if section and section not in used}
-
-
-def sections_used(stages: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Return the sections that stages use, each given by its name and kind."""
-    return frozenset(section for name, kind in stages for section in _sections_of(name, kind))
-
-
-def _sections_of(name: str, kind: str) -> tuple[str, ...]:
-    match kind:
-        case BaseJob.kind:
-            return ("model",)
-        case EvaluateJob.kind:
-            return ("evaluate",)
-        case GivenModelJob.kind:
-            return ()
-        case GivenTracesJob.kind | GivenProblemsJob.kind:
-            return ("curate", name)  # curation's rules keep their questions apart from the benchmarks
-        case _:
-            return (name,)
-
 
 # ---- data jobs ----
 # Define the jobs of the stages that make problems: benchmarks and curation.
@@ -335,34 +296,44 @@ class GivenModelJob(Job):
         return self.runtime
 
 
-# ---- promote job ----
-# Define the job of the stage that decides on the champion.
+# ---- sections ----
+# Tell which sections of the config stages use, to name overrides and differences that concern none of them.
 
 
-class PromoteRuntime(Settings):
-    """Config of the run, with what is known about the training data of given models."""
+STAGE_SECTIONS = frozenset(
+    ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "rl", "rl_code", "evaluate", "promote")
+)
+"""Sections that stages use; the others, such as `seed` and `verify`, concern the whole run."""
 
-    config: PipelineConfig = PipelineConfig()
+
+def section_of(key: str) -> str:
+    """Return the stage's section that a dotted key of the config belongs to; empty if it concerns the whole run."""
+    first, *others = key.split(".")
+    if first == "judge" and others:  # judge settings of a single stage
+        first = others[0]
+    return first if first in STAGE_SECTIONS else ""
 
 
-class PromoteJob(Job):
-    """Decide whether the last model becomes champion."""
+def unused_overrides(overrides: Sequence[str], used: Collection[str]) -> dict[str, str]:
+    """Return the `key.path=value` overrides of stages' sections that are not among those used, with the section."""
+    sections = {override: section_of(override.partition("=")[0].strip()) for override in overrides}
+    return {override: section for override, section in sections.items() if section and section not in used}
 
-    kind = "promote"
-    code_version = 1
-    asks_registry = True
 
-    promote: PromoteConfig
-    champion: Champion | None = None
-    """The champion to compare with; filled in when the stage runs. None compares with the first model of the run."""
-    withdrawn: str = ""
-    """Why the model was rolled back earlier; filled in when the stage runs. Empty if it was not."""
-    chosen_on: dict[str, str] = {}
-    """Why the model counts as chosen by its score, by benchmark; filled in when the stage runs."""
-    runtime: PromoteRuntime = PromoteRuntime()
+def sections_used(stages: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """Return the sections that stages use, each given by its name and kind."""
+    return frozenset(section for name, kind in stages for section in _sections_of(name, kind))
 
-    @classmethod
-    def of(cls, config: PipelineConfig) -> Self:
-        """Return the job with the rule of a pipeline config. The section must be set."""
-        assert config.promote is not None
-        return cls(promote=config.promote, runtime=PromoteRuntime(config=config))
+
+def _sections_of(name: str, kind: str) -> tuple[str, ...]:
+    match kind:
+        case BaseJob.kind:
+            return ("model",)
+        case EvaluateJob.kind:
+            return ("evaluate",)
+        case GivenModelJob.kind:
+            return ()
+        case GivenTracesJob.kind | GivenProblemsJob.kind:
+            return ("curate", name)  # curation's rules keep their questions apart from the benchmarks
+        case _:
+            return (name,)

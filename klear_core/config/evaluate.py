@@ -238,7 +238,7 @@ class EvaluateConfig(Settings):
         return templates
 
 
-# ---- curve ----
+# ---- inline evaluation ----
 # Define the settings of scores during training: a small fixed set of problems, answered every few steps.
 
 

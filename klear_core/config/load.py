@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from klear_core.config.losses import GPPO_PRESETS
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.settings import leaves_of
 from klear_core.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -265,7 +266,8 @@ def profile_toml(config: PipelineConfig) -> str:
     tables = []
     for name, value in tree.items():
         if isinstance(value, dict):
-            tables += ["", f"[{_key(name)}]", *(f"{key} = {_value(leaf)}" for key, leaf in _leaves(value, ""))]
+            tables += ["", f"[{_key(name)}]"]
+            tables += [f"{'.'.join(map(_key, path))} = {_value(leaf)}" for path, leaf in leaves_of(value)]
     return "\n".join([*top, *tables]) + "\n"
 
 
@@ -277,15 +279,6 @@ def _name_nones(cfg: BaseModel, tree: dict[str, Any]) -> None:
             tree[name] = "none"
         elif isinstance(value, BaseModel) and name in tree:
             _name_nones(value, tree[name])
-
-
-def _leaves(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        key = prefix + _key(name)
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def _value(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from klear_core.config.curate import CurateConfig
+from klear_core.config.curate import CurateConfig, TagConfig
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.distill import DistillConfig
 from klear_core.config.evaluate import (
@@ -20,7 +20,7 @@ from klear_core.config.evaluate import (
 )
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
-from klear_core.config.train import GivenConfig, ModelConfig, SftConfig, TagConfig, TinyModelConfig
+from klear_core.config.train import GivenConfig, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.config.verify import JudgedStage, StageJudges, VerifyConfig, judge_of
 
 # ---- promote ----

@@ -1,10 +1,10 @@
-"""Define the base class of all settings, hash those that change a result, and list those that differ."""
+"""Define the base class of all settings, hash those that change a result, flatten them, and list those that differ."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -100,26 +100,30 @@ def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: st
     for config in configs:
         # Where artifacts are kept changes no result.
         others = {key: value for key, value in config.items() if key != "workspace"}
-        flat.append(dict(_leaves_of(others, "")))
-    keys = dict.fromkeys(key for leaves in flat for key in leaves)
+        leaves = leaves_of(others, into_lists=True)
+        flat.append({".".join(path): json.dumps(value, ensure_ascii=False) for path, value in leaves})
+    keys = dict.fromkeys(key for settings in flat for key in settings)
     found = []
     for key in keys:
-        values = tuple(leaves.get(key, absent) for leaves in flat)
+        values = tuple(settings.get(key, absent) for settings in flat)
         is_table = any(other.startswith(f"{key}.") for other in keys)  # in another run, whose keys are listed
         if len(set(values)) > 1 and not is_table:
             found.append(DifferentSetting(key=key, values=values))
     return found
 
 
-def _leaves_of(value: JsonValue, key: str) -> list[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        prefix = f"{key}." if key else ""
-        children = [(prefix + name, child) for name, child in value.items()]
-    elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
-        children = [(f"{key}.{i}", child) for i, child in enumerate(value)]
-    else:
-        return [(key, json.dumps(value, ensure_ascii=False))]
-    found: list[tuple[str, str]] = []
-    for name, child in children:
-        found += _leaves_of(child, name)
-    return found
+def leaves_of(
+    tree: Mapping[str, JsonValue], *, into_lists: bool = False
+) -> Iterator[tuple[tuple[str, ...], JsonValue]]:
+    """Yield the path and value of every single setting. An empty table is a value, and so is a list.
+
+    With `into_lists` each setting of a list of tables is a value of its own, with the table's index in its path.
+    """
+    for name, value in tree.items():
+        inner = value if isinstance(value, dict) else {}
+        if into_lists and isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            inner = {str(i): item for i, item in enumerate(value)}
+        if not inner:
+            yield (name,), value
+        for path, leaf in leaves_of(inner, into_lists=into_lists):
+            yield (name, *path), leaf

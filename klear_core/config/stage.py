@@ -13,10 +13,11 @@ from typing import ClassVar, Literal, Self, assert_never
 
 from pydantic import Field
 
+from klear_core.config.curate import TagConfig
 from klear_core.config.data import BenchmarkConfig, Source
 from klear_core.config.distill import DistillConfig, LocalTeacherConfig
 from klear_core.config.evaluate import EngineConfig, EvaluateConfig, HardwareConfig, SamplingConfig
-from klear_core.config.pipeline import InlineEvalRuntime, PipelineConfig, WorkspaceConfig
+from klear_core.config.pipeline import Champion, InlineEvalRuntime, PipelineConfig, PromoteConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.train import (
@@ -28,7 +29,6 @@ from klear_core.config.train import (
     HubModelConfig,
     ModelConfig,
     SftConfig,
-    TagConfig,
     TinyModelConfig,
 )
 from klear_core.config.verify import VerifyConfig
@@ -180,8 +180,7 @@ class Stage:
 # ---- jobs ----
 # Define the jobs of the stages that make, sample or score models, and of the report.
 #
-# The jobs that make problems are in `data_jobs`, those of given results in `given_jobs`, the one that changes the
-# champion in `promote_job`.
+# The jobs that make problems and those of given results are in `data_jobs`.
 
 
 class BaseJob(Job):
@@ -411,6 +410,35 @@ class EvaluateJob(Job):
     def engine_in(self, section: str) -> EngineUse:
         """Return the engine that samples the answers, the same for all models."""
         return EngineUse(key=section, engine=self.evaluate.engine, sampling=self.evaluate.sampling)
+
+
+class PromoteRuntime(Settings):
+    """Config of the run, with what is known about the training data of given models."""
+
+    config: PipelineConfig = PipelineConfig()
+
+
+class PromoteJob(Job):
+    """Decide whether the last model becomes champion."""
+
+    kind = "promote"
+    code_version = 1
+    asks_registry = True
+
+    promote: PromoteConfig
+    champion: Champion | None = None
+    """The champion to compare with; filled in when the stage runs. None compares with the first model of the run."""
+    withdrawn: str = ""
+    """Why the model was rolled back earlier; filled in when the stage runs. Empty if it was not."""
+    chosen_on: dict[str, str] = {}
+    """Why the model counts as chosen by its score, by benchmark; filled in when the stage runs."""
+    runtime: PromoteRuntime = PromoteRuntime()
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> Self:
+        """Return the job with the rule of a pipeline config. The section must be set."""
+        assert config.promote is not None
+        return cls(promote=config.promote, runtime=PromoteRuntime(config=config))
 
 
 class ReportRuntime(Settings):

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar, assert_never
 
-from klear_core.artifacts.files import fixed_part, sha256_of_all
+from klear_core.artifacts.files import fixed_part, hash_all
 from klear_core.artifacts.hub import fetch
 from klear_core.artifacts.manifest import FileRecord, GivenRecord
 from klear_core.artifacts.model_files import CARD, licence_in
@@ -304,7 +304,7 @@ def describe_rows(sources: Sequence[FileSource | HubSource], *, origin: str, lic
         if isinstance(source, HubSource) and not is_cached(source):
             fetch(repo_of(source), [CARD])  # with the rows, because later there may be no network
     files = [file for source in sources for file in data_files(source)]
-    checksums = sha256_of_all([file.path for file in files])
+    checksums = hash_all([file.path for file in files])
     records = [
         FileRecord(path=file.label, size=file.path.stat().st_size, sha256=sha256)
         for file, sha256 in zip(files, checksums, strict=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import LedgerStep, StageSummary, check_yield
 from klear_core.artifacts.records import write_shard
-from klear_core.config.curate import DecontaminateConfig
+from klear_core.config.curate import CurateConfig, DecontaminateConfig
 from klear_core.config.data import FileSource, HubSource
 from klear_core.config.settings import YieldLimits
 from klear_core.data.candidates import Candidate
@@ -23,10 +23,11 @@ from klear_core.data.formats.traces import PublishedTrace, Reply, read_traces
 from klear_core.data.sources import source_name
 from klear_core.distill.select import defect_of, dropped
 from klear_core.errors import DataError
-from klear_core.metrics import Telemetry
+from klear_core.metrics import SILENT, Telemetry
 from klear_core.types import Difficulty, Dropped, Outcome, TeacherTrace, UnverifiableReference, Verdict
 
 _DECONTAMINATE, _COMPLETE = "decontaminate", "complete"
+_DEFAULTS = CurateConfig()
 _TRACES_PER_SHARD = 2048
 _LEAKS_PER_SHARD = 4096
 _PROMPT_VERSION = "given"
@@ -36,13 +37,13 @@ _KEPT_DEFECTS = ("", "no_reasoning")
 
 def take_traces(
     sources: Sequence[FileSource | HubSource],
-    decontaminate: DecontaminateConfig,
+    decontaminate: DecontaminateConfig = _DEFAULTS.decontaminate,
     *,
-    keep_truncated: bool,
-    floors: tuple[YieldLimits, YieldLimits],
-    benchmarks: Path,
     workdir: Path,
-    telemetry: Telemetry,
+    keep_truncated: bool = False,
+    floors: tuple[YieldLimits, YieldLimits] = (_DEFAULTS.runtime.read, YieldLimits()),
+    benchmarks: Path | None = None,
+    telemetry: Telemetry = SILENT,
 ) -> StageSummary:
     """Write `workdir/traces` and `workdir/dropped`, as distillation does, from files of published traces.
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, work_shards, write_shard, write_shards
 from klear_core.artifacts.remote_paths import remote_paths_of
+from klear_core.config.curate import TagConfig
 from klear_core.config.evaluate import EvaluateConfig
-from klear_core.config.train import TagConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import ProblemCounts, tally
@@ -38,7 +38,7 @@ from klear_core.evaluate.score import (
 )
 from klear_core.generate.factory import EngineSpec, LongestFirst, StartSampler, start_here
 from klear_core.generate.pool import expect
-from klear_core.metrics import Telemetry
+from klear_core.metrics import SILENT, Telemetry
 from klear_core.scores import RATES_FOLDER, EvalReport, TemplateScore, write_reports
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, PassRate, Problem, UnverifiableReference
@@ -60,18 +60,18 @@ class EnginesAndJudges:
 _HERE = EnginesAndJudges(section="evaluate")
 
 
-def evaluate(
+def evaluate_model(
     cfg: EvaluateConfig,
     verify: VerifyConfig,
     suite: Sequence[Benchmark],
     *,
     model: Path,
-    seed: int,
     workdir: Path,
-    telemetry: Telemetry,
+    seed: int = 0,
+    telemetry: Telemetry = SILENT,
     compute: EnginesAndJudges = _HERE,
 ) -> StageSummary:
-    """Evaluate the model in the artifact folder `model`, and write `workdir/samples` and `workdir/report.json`.
+    """Evaluate a model artifact or a Hugging Face folder; write `workdir/samples` and `workdir/report.json`.
 
     Raise JudgeError if more than `cfg.max_unscored_rate` of a benchmark's answers cannot be judged, DataError if a
     problem does not fit the model. Finished shards are kept for a rerun.
@@ -99,9 +99,7 @@ def answer_suite(
     from klear_core.prompts import load_tokenizer, opening_of, render_prompt
     from klear_core.train.base_model import model_folder, wanted_window
 
-    is_hf_folder = (model / "config.json").is_file()
-    folder = model if is_hf_folder else model_folder(model)
-    window = None if is_hf_folder else wanted_window(model)
+    folder = model_folder(model)
     tokenizer = load_tokenizer(folder)
     render = partial(render_prompt, tokenizer)
 
@@ -110,8 +108,8 @@ def answer_suite(
         model_folder=folder,
         num_threads=cfg.runtime.num_threads,
         seed=seed_for(seed, "evaluate/engine"),
-        window=window,
-        artifact=None if is_hf_folder else model,
+        window=wanted_window(model),
+        artifact=None if folder == model else model,
         remote=remote_paths_of(workdir),
     )
 

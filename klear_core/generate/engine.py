@@ -17,6 +17,8 @@ from klear_core.types import Completion, FinishReason
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -68,7 +70,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOffer:
-    """An offer of new weights that one engine can fetch from a learner's memory; see `transfer.py`."""
+    """An offer of new weights that one engine can fetch from a learner's memory; see `weight_transfer`."""
 
     host: str
     port: int
@@ -154,8 +156,6 @@ class SleepingEngine(TrainableEngine, Protocol):
 # ---- requests ----
 # Track the open requests of an engine that runs on an event loop; fail them when it closes or falls silent.
 
-
-T = TypeVar("T")
 
 SILENCE_S = 600.0
 """Longest wait for the answer to a ping, as for an engine's actor in Ray. A working engine answers between two of its

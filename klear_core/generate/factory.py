@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from klear_core.artifacts.remote_paths import RemotePaths
     from klear_core.prompts import Tokenizer
 
+log = logging.getLogger(__name__)
+
 _QUEUE_MARGIN = 1.25
 """Requests sent to an engine per request that it can decode at a time, so that its batch never waits for more."""
 
@@ -171,7 +173,7 @@ def _has_gpu(cfg: LocalEngineConfig) -> bool:
     return True  # also of vLLM on a CPU: the number of its slots does not depend on it
 
 
-# ---- pooled ----
+# ---- pool of a stage ----
 # Start the engines and endpoints of a stage as one pool.
 
 
@@ -222,11 +224,9 @@ def _members(endpoints: Sequence[HttpEngineConfig]) -> list[PooledEngine]:
     return [EndpointMember(cfg) for cfg in endpoints]
 
 
-# ---- members ----
+# ---- members of a pool ----
 # Make members of a pool from engines in this process and from OpenAI-compatible endpoints.
 
-
-log = logging.getLogger(__name__)
 
 _AWAY_S = 1800.0
 """Seconds for which an endpoint that was there may be away before it counts as lost once more."""
@@ -326,7 +326,7 @@ class EndpointMember:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-# ---- longest first ----
+# ---- scheduling ----
 # Admit requests to an engine so that none is left over for long when all others are done.
 
 

@@ -21,6 +21,8 @@ from klear_core.errors import ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.types import Completion
 
+log = logging.getLogger(__name__)
+
 MAX_TRIES = 3
 """Engines that may die while they run one request before it fails with an error of its own."""
 
@@ -310,8 +312,8 @@ class EngineLost(ResourceError):  # noqa: N818  # it is an event to recover from
     """An engine died. Its requests can be asked again elsewhere."""
 
 
-class PooledEngine(Protocol):
-    """One engine of a pool."""
+class PooledEngine(InferenceEngine, Protocol):
+    """One engine of a pool. A ResourceError of `generate` says that it can do nothing more until it is started."""
 
     name: str
     """Name for messages: `engine 3`."""
@@ -331,14 +333,6 @@ class PooledEngine(Protocol):
 
         Raise EngineLost if it dies meanwhile.
         """
-        ...
-
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Sample; see `InferenceEngine.generate`. A ResourceError says that the engine can do nothing more."""
-        ...
-
-    async def close(self) -> None:
-        """Stop the engine."""
         ...
 
 
@@ -424,8 +418,6 @@ async def _close_after(tasks: Sequence[asyncio.Task[None]], engine: PooledEngine
 # ---- restarts ----
 # Limit how often and how fast lost engines are replaced.
 
-
-log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 60.0
 

@@ -20,22 +20,28 @@ from pathlib import Path
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint, read_manifest
 from klear_core.artifacts.model_files import folder_of
 from klear_core.artifacts.store import CheckedBy, LocalStore
-from klear_core.config.data_jobs import (
-    BenchmarksJob,
-    CurateJob,
-    GivenModelJob,
-    GivenProblemsJob,
-    GivenTracesJob,
-    PromoteJob,
-    Rows,
-)
+from klear_core.config.curate import TagConfig
+from klear_core.config.data_jobs import BenchmarksJob, CurateJob, GivenModelJob, GivenProblemsJob, GivenTracesJob, Rows
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
-from klear_core.config.stage import BaseJob, DistillJob, EvaluateJob, Job, ReportJob, RlJob, SftJob, Stage, TagJob
-from klear_core.config.train import GivenFolder, GivenRepo, HubModelConfig, PublishedModel, TagConfig, TinyModelConfig
+from klear_core.config.stage import (
+    BaseJob,
+    DistillJob,
+    EvaluateJob,
+    Job,
+    PromoteJob,
+    ReportJob,
+    RlJob,
+    SftJob,
+    Stage,
+    TagJob,
+)
+from klear_core.config.train import GivenFolder, GivenRepo, HubModelConfig, PublishedModel, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.train.base_model import pointed_folder
+
+log = logging.getLogger(__name__)
 
 
 def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
@@ -320,11 +326,8 @@ def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: Workspa
     return (*artifacts, *files, *repos)
 
 
-# ---- moved ----
+# ---- moved models ----
 # Find artifacts that point to a model elsewhere than the config does, so that they are made again.
-
-
-log = logging.getLogger(__name__)
 
 
 def set_moved_aside(config: PipelineConfig, chosen: Collection[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.data import BenchmarkConfig, GeneratedSource
 from klear_core.config.data_jobs import BenchmarksJob, GivenModelJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.settings import result_settings
+from klear_core.config.settings import leaves_of, result_settings
 from klear_core.config.stage import EngineUse, Job, Stage
 from klear_core.config.train import TrainRuntime
 from klear_core.distill.teachers.fleet import BlockKeys
@@ -131,7 +131,7 @@ def _differences(stage: Stage, inputs: Sequence[InputRecord], other: Manifest) -
     found = []
     if other.code_version != stage.job.code_version:
         found.append(f"code version: {other.code_version} -> {stage.job.code_version}")
-    old, new = dict(_leaves(other.result_config)), dict(_leaves(result_settings(stage.job)))
+    old, new = _settings_by_key(other.result_config), _settings_by_key(result_settings(stage.job))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key, _ABSENT) != new.get(key, _ABSENT):
             found.append(f"{key}: {old.get(key, _ABSENT)} -> {new.get(key, _ABSENT)}")
@@ -142,16 +142,11 @@ def _differences(stage: Stage, inputs: Sequence[InputRecord], other: Manifest) -
     return found
 
 
-def _leaves(value: JsonValue, path: str = "") -> Iterator[tuple[str, JsonValue]]:
-    """Yield dotted keys and their values; a list counts as one value, because its items have no names."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{path}.{key}" if path else key)
-    else:
-        yield path, value
+def _settings_by_key(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    return {".".join(path): value for path, value in leaves_of(config)}
 
 
-# ---- ahead ----
+# ---- pending work ----
 # Find the work that a run still has to do: stages to build, and the sources, engines and trainings that they use.
 
 
@@ -270,7 +265,7 @@ def _gb_in(folder: Path) -> float:
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 1e9
 
 
-# ---- detectable ----
+# ---- detectable gains ----
 # Say before a run which differences its benchmarks can show.
 
 

@@ -42,9 +42,9 @@ class RlSetup:
 
     cfg: RlConfig
     model: Path
-    """The artifact folder of the initial model."""
-    seed: int
+    """The initial model: its artifact folder, or a Hugging Face folder."""
     workdir: Path
+    seed: int = 0
     remote: RemotePaths | None = None
     """Place from which nodes with other disks fetch the model, and to which they send the result; None without a shared
     store."""

@@ -26,11 +26,11 @@ from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
 from klear_core.generate.engine import SleepingEngine, TrainableEngine
-from klear_core.metrics import Telemetry
+from klear_core.metrics import SILENT, Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import choose_problems, to_samples
-from klear_core.rl.interfaces import LearnerHandle, LearnerLost, RlSetup, Workers
+from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards, now
 from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, no_inline_eval, ratios_one_note
@@ -49,17 +49,20 @@ def train_rl(
     verify: VerifyConfig,
     *,
     problems: Path,
-    telemetry: Telemetry,
-    workers: Workers,
+    telemetry: Telemetry = SILENT,
+    workers: Workers | None = None,
     open_inline_eval: OpenInlineEval = no_inline_eval,
 ) -> StageSummary:
     """Train the model on problems of the configured domain; write `model` and `sample_rollouts.parquet` to the workdir.
 
-    A rerun with the same `workdir` continues from the last checkpoint. Raise DataError if the domain has no problems or
-    almost no group is informative, TrainingError if sampling makes no progress, too many updates are skipped or too
-    many workers are lost. `open_inline_eval` opens the scores that are taken while training goes on.
+    A rerun with the same `workdir` continues from the last checkpoint. Without `workers`, learner and engine are in
+    this process. `open_inline_eval` opens the scores that are taken while training goes on.
+
+    Raise DataError if the domain has no problems or almost no group is informative, TrainingError if sampling makes no
+    progress, too many updates are skipped or too many workers are lost.
     """
     cfg, workdir = setup.cfg, setup.workdir
+    workers = workers or LocalWorkers()
     chosen, choice = choose_problems(problems, cfg.domain, cfg.prompts)
     with workers.judges(verify) as judges, open_inline_eval(model_folder(setup.model)) as inline_eval:
         notes = judges.prepare(chosen)

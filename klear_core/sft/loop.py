@@ -22,7 +22,7 @@ from klear_core.artifacts.remote_paths import RemotePaths, fetch_results, remote
 from klear_core.config.evaluate import InlineEvalConfig
 from klear_core.config.train import SftConfig
 from klear_core.hf_config import read_hf_config
-from klear_core.metrics import Telemetry, skipped_note
+from klear_core.metrics import SILENT, Telemetry, skipped_note
 from klear_core.prompts import check_template, load_tokenizer
 from klear_core.seeding import seed_for
 from klear_core.sft.examples import TokenStore, build_store, check_store, plan_training
@@ -75,16 +75,16 @@ def train_sft(
     *,
     model: Path,
     traces: Path,
-    seed: int,
     workdir: Path,
-    telemetry: Telemetry,
+    seed: int = 0,
+    telemetry: Telemetry = SILENT,
     run_ranks: RunRanks = run_here,
     open_scorer: OpenScorer = no_scorer,
 ) -> StageSummary:
     """Train `model` on `traces/traces/*.parquet` and write `workdir/model`, a Hugging Face folder in `cfg.dtype`.
 
-    `run_ranks` runs the learner ranks; the default is one rank in this process. `open_scorer` opens the scorer of the
-    models that `cfg.runtime.curve` asks for during training.
+    `model` is a model artifact or a Hugging Face folder. `run_ranks` runs the learner ranks; the default is one rank in
+    this process. `open_scorer` opens the scorer of the models that `cfg.runtime.curve` asks for during training.
 
     Raise ConfigError if the chat template is unfit, DataError if too few traces are usable, TrainingError after too
     many skipped steps.

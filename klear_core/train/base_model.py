@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from klear_core.artifacts.files import sha256_of_all
+from klear_core.artifacts.files import hash_all
 from klear_core.artifacts.hub import check_content
 from klear_core.artifacts.manifest import POINTER, FileRecord, GivenRecord, StageSummary
 from klear_core.artifacts.model_files import check_folder, download, licence_in, origin_of, repo_of, weight_files
@@ -47,7 +47,7 @@ def take_model(cfg: PublishedModel, *, licence: str, workdir: Path, telemetry: T
     else:
         folder = Path(cfg.path).resolve()
         names = check_folder(folder)
-        checksums = dict(zip(names, sha256_of_all([folder / name for name in names]), strict=True))
+        checksums = dict(zip(names, hash_all([folder / name for name in names]), strict=True))
     summary = _point_to(folder, cfg.max_position_embeddings, workdir)
     files = [FileRecord(path=n, size=(folder / n).stat().st_size, sha256=checksums[n]) for n in names]
     given = GivenRecord(
@@ -62,7 +62,12 @@ def _show_download(telemetry: Telemetry, done: int, total: int) -> None:
 
 
 def model_folder(artifact: Path) -> Path:
-    """Return the Hugging Face folder of a model artifact. Raise ArtifactError if the target is gone or changed."""
+    """Return the Hugging Face folder of a model artifact; one that is given stays as it is.
+
+    Raise ArtifactError if the target of the artifact is gone or changed.
+    """
+    if (artifact / "config.json").is_file():
+        return artifact
     folder = artifact / "model"
     if folder.is_dir():
         return folder

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 from klear_core.artifacts.bucket import Bucket
-from klear_core.artifacts.files import file_lock
-from klear_core.artifacts.shared import WorkPlace, work_place
+from klear_core.artifacts.files import file_lock, hash_all
+from klear_core.artifacts.shared import SealedFiles, WorkPlace, work_place
 from klear_core.errors import ArtifactError
 from klear_core.metrics import made_progress
 
 SEAL = "seal.json"
-_HASH_THREADS = 8  # a thread hashes about 1 GB a second, so that 8 are as fast as a local disk
 
 
 def files_of_rank(folder: Path, rank: int) -> list[Path]:
@@ -35,9 +32,8 @@ def _digest(file: Path) -> str:
 
 
 def digests_of(files: Sequence[Path]) -> dict[str, str]:
-    """Return the checksum of each file by its name, several files at a time: hashing releases Python's lock."""
-    with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as threads:
-        return dict(zip([file.name for file in files], threads.map(_digest, files), strict=True))
+    """Return the checksum of each file by its name."""
+    return dict(zip([file.name for file in files], hash_all(files, _digest), strict=True))
 
 
 def sealed_files(content: bytes) -> dict[str, str]:
@@ -70,9 +66,6 @@ def find_damage(folder: Path) -> str | None:
 # A copy is sealed by `seal.json`, which is written last, as on disk.
 
 
-_TRANSFERS = 8  # files at a time; a large file is also sent in several parts
-
-
 class CheckpointCopies:
     """The copies of one folder's checkpoints."""
 
@@ -89,27 +82,21 @@ class CheckpointCopies:
 
     def send(self, name: str, files: Sequence[Path]) -> None:
         """Send files of the checkpoint `name`; it does not count as a copy before `seal`."""
-        with ThreadPoolExecutor(_TRANSFERS) as threads:
-            # list() takes the results, which raises an upload's error
-            list(threads.map(lambda file: self._bucket.upload(file, self._key(name, file.name)), files))
+        self._copy(name).send(files)
 
     def send_whole(self, name: str, folder: Path) -> str:
         """Send all files of a folder as the copy `name`, unless it is there, and seal it; return the seal."""
         files = [file for file in sorted(folder.iterdir()) if file.name != SEAL]
         content = json.dumps({"files": digests_of(files)})
         # A seal with these checksums is there if an earlier attempt has sent everything.
-        if self.content(name) != content.encode():
+        if self._copy(name).seal() != content.encode():
             self.send(name, files)
             self.seal(name, content)
         return content
 
     def seal(self, name: str, content: str) -> None:
         """Make the copy complete, after all its files were sent."""
-        self._bucket.write(self._key(name, SEAL), content.encode())
-
-    def content(self, name: str) -> bytes | None:
-        """Return a copy's seal; None if the copy is not complete."""
-        return self._bucket.read(self._key(name, SEAL))
+        self._copy(name).write_seal(content.encode())
 
     def sealed(self) -> list[str]:
         """Return the names of the complete copies, oldest first."""
@@ -118,18 +105,16 @@ class CheckpointCopies:
         return [key.split("/")[-2] for key in keys if key.endswith(f"/{SEAL}")]
 
     def drop(self, name: str) -> None:
-        """Delete a copy, its seal first."""
-        # A deletion that is cut short then leaves no copy that looks complete.
-        self._bucket.delete(self._key(name, SEAL))
-        for key in self._bucket.keys(f"{self._prefix}/{name}/"):
-            self._bucket.delete(key)
+        """Delete a copy."""
+        self._copy(name).delete()
 
     def fetch(self, name: str, folder: Path) -> None:
         """Fetch the files of a copy that `folder` lacks, once for all ranks of a disk.
 
         Raise ArtifactError if the copy is not complete.
         """
-        content = self.content(name)
+        copy = self._copy(name)
+        content = copy.seal()
         if content is None:
             raise ArtifactError(f"{self._place(name)}: its {SEAL} is gone")
         try:
@@ -145,22 +130,14 @@ class CheckpointCopies:
             folder.mkdir(parents=True, exist_ok=True)
             # Here the folder is damaged or empty. If no file is missing, one is altered, and all are fetched anew.
             missing = [file for file in files if not (folder / file).is_file()]
-            self._download(name, missing or files, folder)
+            copy.fetch((file, folder / file) for file in missing or files)
             (folder / SEAL).write_bytes(content)  # last: a folder without its seal counts as incomplete
             damage = find_damage(folder)
             if damage is not None:
                 raise ArtifactError(f"{self._place(name)}: {damage}")
 
-    def _download(self, name: str, files: Iterable[str], folder: Path) -> None:
-        def download_one(file: str) -> None:
-            if not self._bucket.download(self._key(name, file), folder / file):
-                raise ArtifactError(f"{self._place(name)}: {file} is missing")
-
-        with ThreadPoolExecutor(_TRANSFERS) as threads:
-            list(threads.map(download_one, files))  # list() raises a download's error
-
-    def _key(self, name: str, file: str) -> str:
-        return f"{self._prefix}/{name}/{file}"
+    def _copy(self, name: str) -> SealedFiles:
+        return SealedFiles(self._bucket, f"{self._prefix}/{name}", seal=SEAL)
 
     def _place(self, name: str) -> str:
         return f"{self._bucket.url}/{self._prefix}/{name}"

@@ -1,6 +1,7 @@
 """Train on several ranks: process group and collective calls, sharding by FSDP2, gathered weights.
 
-With context parallelism, neighbouring ranks share rows (`context.py`); there is no tensor or pipeline parallelism.
+With context parallelism, neighbouring ranks share rows (`context_parallel.py`); there is no tensor or pipeline
+parallelism.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from klear_core.artifacts.records import read_shards
+from klear_core.config.curate import TagConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.train import TagConfig
 from klear_core.evaluate.run import write_tags
 from klear_core.pipeline.graph import fingerprints_of, stages_of
 from klear_core.scores import RATES_FOLDER

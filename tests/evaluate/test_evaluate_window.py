@@ -11,7 +11,7 @@ from klear_core.config.train import HfModelConfig, TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.errors import DataError
-from klear_core.evaluate.run import evaluate
+from klear_core.evaluate.run import evaluate_model
 from klear_core.evaluate.sample import read_suite
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base_model import model_folder, prepare_base
@@ -34,7 +34,7 @@ def answers_of_base(root: Path, *, window: int | None) -> int:
     prepare_benchmarks(
         [CHAINS], seed=0, runtime=BenchmarksRuntime(), workdir=root / "benchmarks", telemetry=NullTelemetry()
     )
-    summary = evaluate(
+    summary = evaluate_model(
         EvaluateConfig(sampling=EvaluateSamplingConfig(max_new_tokens=4), greedy=False),
         VerifyConfig(),
         read_suite(root / "benchmarks", [CHAINS]),

@@ -8,12 +8,11 @@ from prefect.flows import Flow, load_flow_from_entrypoint
 from flows.environment import profile_folder, resolve
 from flows.pipeline import label_of
 from flows.sweep import SILENT_S
-from klear_core.config.curate import CurateConfig
+from klear_core.config.curate import CurateConfig, TagConfig
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.train import TagConfig
 from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import select_stages, stages_of
 

@@ -11,9 +11,9 @@ from manifests import manifest
 from flows.run import intact_artifacts
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
-from klear_core.config.data_jobs import PromoteJob
 from klear_core.config.pipeline import Champion, PipelineConfig, PromoteConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
+from klear_core.config.stage import PromoteJob
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 from klear_core.pipeline.plan import plan_stages
 

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from rl_builders import problem, problem_artifact
 
 from klear_core.artifacts.records import shard_name, write_shard
+from klear_core.config.curate import TagConfig
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import PromptFilterConfig, RlConfig
-from klear_core.config.train import TagConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.preflight.checks import problems_with

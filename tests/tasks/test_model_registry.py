@@ -18,8 +18,8 @@ from stored_evaluations import RIGHT, WRONG, evaluation, said, sample
 
 from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
-from klear_core.config.data_jobs import PromoteJob
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig, WorkspaceConfig
+from klear_core.config.stage import PromoteJob
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.evaluate.compare.promotion import are_comparable, read_decision

@@ -8,8 +8,8 @@ import pytest
 from stored_evaluations import made_model
 
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
-from klear_core.config.data_jobs import PromoteJob
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig
+from klear_core.config.stage import PromoteJob
 from klear_core.config.train import GivenConfig, GivenFolder
 from tasks.stages import contaminated
 

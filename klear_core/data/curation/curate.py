@@ -40,7 +40,7 @@ from klear_core.data.curation.write import (
 from klear_core.data.formats.fields import READ
 from klear_core.data.sources import check_questions, check_sources, read_contest_questions, source_name
 from klear_core.errors import DataError
-from klear_core.metrics import Telemetry
+from klear_core.metrics import SILENT, Telemetry
 from klear_core.types import Dropped
 
 _SMALL_BYTES = 8 << 20
@@ -49,7 +49,14 @@ _SMALL_BYTES = 8 << 20
 RunTasks = Callable[[str, Tasks, int], None]
 
 
-def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
+def curate(
+    cfg: CurateConfig,
+    *,
+    workdir: Path,
+    benchmarks: Path | None = None,
+    seed: int = 0,
+    telemetry: Telemetry = SILENT,
+) -> StageSummary:
     """Write `problems/*.parquet` and `dropped/*.parquet`: read, limit length, dedup, decontaminate, select and shuffle.
 
     `rows/*.parquet` names the source row of each problem, in the same order. `leaks/*.parquet` and `leaks.html` show
@@ -93,10 +100,10 @@ def check_curation(cfg: CurateConfig) -> None:
         check_questions(source)
 
 
-def protected_questions(cfg: DecontaminateConfig, benchmarks: Path) -> Iterator[Protected]:
+def protected_questions(cfg: DecontaminateConfig, benchmarks: Path | None) -> Iterator[Protected]:
     """Yield the questions to keep out of training: those of the benchmarks artifact, and the sets in `also`."""
-    contest_ids = read_contest_ids(benchmarks)
-    for name, problem in read_benchmarks(benchmarks):
+    contest_ids = read_contest_ids(benchmarks) if benchmarks else {}
+    for name, problem in read_benchmarks(benchmarks) if benchmarks else ():
         contest = contest_ids.get(problem.problem_id, "")
         yield Protected(benchmark=name, question_id=problem.problem_id, question=problem.question, contest_id=contest)
     for source in cfg.also:

@@ -32,7 +32,7 @@ from klear_core.data.curation.read import LEAK_DROPPED
 from klear_core.data.curation.segment import PlacedDrop, Segment, Segments, contradict, first_with_key, open_segments
 from klear_core.data.curation.selection import Pool, select_problems
 from klear_core.data.curation.sketch import Numbers
-from klear_core.data.curation.work_plan import Plan
+from klear_core.data.curation.work_plan import Plan, Tasks
 from klear_core.types import Dropped
 
 STAYS, REPEAT, NEAR, LEAK, NOT_SELECTED = range(5)
@@ -62,7 +62,7 @@ class Merged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparePairs:
+class ComparePairs(Tasks):
     """The tasks that compare questions which share a MinHash band."""
 
     folder: Path
@@ -78,10 +78,8 @@ class ComparePairs:
         """Return whether the task's pairs were compared."""
         return self._result(task).exists()
 
-    def __call__(self, task: int) -> None:
+    def do(self, task: int) -> None:
         """Compare some pairs."""
-        if self.is_done(task):
-            return
         segments = open_segments(self.folder / "blocks")
         pairs_P = np.load(self.folder / "pairs.npy", mmap_mode="r")
         part = np.array(pairs_P[task * _PAIRS_PER_TASK : (task + 1) * _PAIRS_PER_TASK])

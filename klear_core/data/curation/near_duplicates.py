@@ -302,7 +302,7 @@ class _Places:
         return joined_parts([self._tables[table].shingles[index] for table, index in places], np.uint32)
 
 
-# ---- meaning ----
+# ---- equivalence ----
 # Tell whether two similar questions can be the same problem: numbers, signs and reference answers must agree.
 
 

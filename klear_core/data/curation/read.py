@@ -31,7 +31,7 @@ from klear_core.data.curation.segment import (
     written_answers,
 )
 from klear_core.data.curation.sketch import Numbers, Ragged, joined, ragged, tokens_of
-from klear_core.data.curation.work_plan import Block, Plan, SourcePlan, load_plan
+from klear_core.data.curation.work_plan import Block, Plan, SourcePlan, Tasks, load_plan
 from klear_core.data.formats.code_rows import QuestionTables
 from klear_core.data.formats.fields import READ
 from klear_core.data.generated.puzzles import generate
@@ -55,7 +55,7 @@ Row = Candidate | Dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadBlocks:
+class ReadBlocks(Tasks):
     """The tasks that read the blocks of a plan, one task per block. A result is a folder, renamed when it is whole."""
 
     folder: Path
@@ -67,10 +67,8 @@ class ReadBlocks:
         """Return whether the block was read."""
         return self._result(task).is_dir()
 
-    def __call__(self, task: int) -> None:
+    def do(self, task: int) -> None:
         """Read one block and write its segments."""
-        if self.is_done(task):
-            return
         plan, guard = _shared(self.folder, self.key)
         # A unique name, because an earlier attempt at this task that counts as dead may still be writing.
         temporary = self.folder / "reading" / f"{task:05d}-{uuid4().hex}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 from klear_core.artifacts.files import is_pattern, matching_files
 from klear_core.config.curate import CurateConfig
@@ -292,7 +292,7 @@ def _stat(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-# ---- protocol ----
+# ---- tasks ----
 # Define the interface between the phases of a curation and the executors that run them: numbered tasks.
 
 
@@ -300,13 +300,18 @@ Progress = Callable[[int], None]
 """Takes the number of tasks that are done."""
 
 
-class Tasks(Protocol):
+class Tasks(ABC):
     """Numbered tasks that can run in any order, in other processes, and again after a kill."""
 
+    @abstractmethod
     def is_done(self, task: int) -> bool:
         """Return whether the result of a task is there."""
-        ...
+
+    @abstractmethod
+    def do(self, task: int) -> None:
+        """Do a task; its result appears whole or not at all."""
 
     def __call__(self, task: int) -> None:
-        """Do a task, unless it is done; its result appears whole or not at all."""
-        ...
+        """Do a task, unless it is done."""
+        if not self.is_done(task):
+            self.do(task)

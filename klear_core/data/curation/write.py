@@ -20,7 +20,7 @@ from klear_core.data.curation.merge import LEAK, NOT_SELECTED, STAYS, Merged, dr
 from klear_core.data.curation.near_duplicates import Ranks
 from klear_core.data.curation.segment import Segments, groups_of, open_segments
 from klear_core.data.curation.sketch import Numbers
-from klear_core.data.curation.work_plan import Plan, load_plan
+from klear_core.data.curation.work_plan import Plan, Tasks, load_plan
 
 _ROWS_PER_TASK = 16_384
 
@@ -63,7 +63,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteProblems:
+class WriteProblems(Tasks):
     """The tasks that write `problems` and `rows`, each some consecutive shards of the shuffled order."""
 
     folder: Path
@@ -73,10 +73,8 @@ class WriteProblems:
         """Return whether the task's shards were written; those of `rows` come last."""
         return all(self._file(ROWS, shard).exists() for shard in self.shards.of_task(task))
 
-    def __call__(self, task: int) -> None:
+    def do(self, task: int) -> None:
         """Write some shards."""
-        if self.is_done(task):
-            return
         state = open_state(self.folder)
         shards = self.shards.of_task(task)
         rows = self.shards.rows(shards)
@@ -93,7 +91,7 @@ class WriteProblems:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteDropped:
+class WriteDropped(Tasks):
     """The tasks that write `dropped`, each some consecutive shards."""
 
     folder: Path
@@ -103,10 +101,8 @@ class WriteDropped:
         """Return whether the task's shards were written."""
         return all(self._file(shard).exists() for shard in self.shards.of_task(task))
 
-    def __call__(self, task: int) -> None:
+    def do(self, task: int) -> None:
         """Write some shards."""
-        if self.is_done(task):
-            return
         state = open_state(self.folder)
         shards = self.shards.of_task(task)
         rows = self.shards.rows(shards)

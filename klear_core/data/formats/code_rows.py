@@ -178,10 +178,6 @@ def _mbpp_statement(fields: Fields) -> str:
     return text_at(fields, "text" if "text" in fields else "prompt")
 
 
-def _apps_question(fields: Fields) -> str:
-    return with_instructions(text_at(fields, "question"), fields.get("starter_code"))
-
-
 def _apps_reference(fields: Fields) -> Reference:
     tests = value_at(fields, "input_output")
     return reference_in(tests) if has_no_tests(tests) else _with_limits(code_reference(fields), fields)
@@ -275,7 +271,7 @@ CODE_SCHEMAS = (
     Schema(  # BAAI/TACO, codeparrot/apps
         name="apps",
         signatures=keys("question input_output"),
-        question=_apps_question,
+        question=lambda fields: with_instructions(text_at(fields, "question"), fields.get("starter_code")),
         reference=_apps_reference,
         rating=code_rating,
     ),

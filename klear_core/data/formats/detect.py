@@ -1,6 +1,6 @@
 """Detect the row format of a file: the published ones, mixed ones, and those that a config maps.
 
-The modules `math_schemas`, `code_schemas`, `mixed_schemas` and `trace_schemas` define the formats.
+The modules `math_rows`, `code_rows` and `traces` define most formats; those that hold math or code are here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from klear_core.data.formats.fields import (
     RowError,
     Schema,
     answers_at,
+    best_fit,
     grade_at,
     has_surrogate,
     keys,
@@ -36,6 +37,27 @@ from klear_core.data.formats.references import custom_reference, reference_from_
 from klear_core.data.formats.traces import TRACE_SCHEMAS
 from klear_core.errors import ConfigError, DataError
 from klear_core.types import CustomReference, Domain, MathReference, Reference
+
+
+def schema_for(source: FileSource | HubSource, first_row: Fields, *, where: str) -> Schema:
+    """Return the format that the source names, or for `auto` the one that fits the keys of the first row best.
+
+    Raise ConfigError if no format fits, or several equally well.
+    """
+    if source.fields is not None:
+        return mapped_schema(source.fields)
+    name: str | None = source.row_schema
+    if name == "auto":
+        signatures = {schema.name: schema.signatures for schema in SCHEMAS}
+        name = best_fit(first_row, signatures, where=where, remedy="set row_schema to the right one")
+    for schema in SCHEMAS:
+        if schema.name == name:
+            return schema
+    raise ConfigError(
+        f"{where}: no known row format has the keys {sorted(first_row)}. Say where the values are, in the source's "
+        f"settings: {suggested_line(first_row)} (docs/data.md, any other schema)"
+    )
+
 
 # ---- mapped schema ----
 # Make a row format from the places that a source's `fields` declare.
@@ -299,11 +321,6 @@ def _rl_reference(fields: Fields) -> Reference:
     return MathReference(answers=answers_at(fields, "reward_model", "ground_truth"))
 
 
-def _rl_rating(fields: Fields) -> float | None:
-    """Return the rating from `level`, which SimpleRL's rows take from MATH (1 to 5)."""
-    return rating_at(fields, "level", top=5)
-
-
 def _klear_reference(fields: Fields) -> Reference:
     try:
         return reference_from_cell(value_at(fields, "reference"))
@@ -324,7 +341,7 @@ MIXED_SCHEMAS = (
         signatures=keys("data_source prompt ability reward_model"),
         question=_rl_question,
         reference=_rl_reference,
-        rating=_rl_rating,
+        rating=lambda fields: rating_at(fields, "level", top=5),  # as in MATH, in SimpleRL's rows
     ),
     Schema(  # Skywork-OR1-RL-Data, DAPO-Math-17k, One-Shot RLVR, SimpleRL-Zoo
         name="verl",
@@ -334,7 +351,7 @@ MIXED_SCHEMAS = (
         ),
         question=_rl_question,
         reference=_rl_reference,
-        rating=_rl_rating,
+        rating=lambda fields: rating_at(fields, "level", top=5),  # as in MATH, in SimpleRL's rows
     ),
     Schema(
         name="problem",
@@ -346,36 +363,4 @@ MIXED_SCHEMAS = (
 )
 
 
-# ---- schemas ----
-
-
 SCHEMAS: tuple[Schema, ...] = (*MATH_SCHEMAS, *CODE_SCHEMAS, *MIXED_SCHEMAS, *TRACE_SCHEMAS)
-
-
-def schema_for(source: FileSource | HubSource, first_row: Fields, *, where: str) -> Schema:
-    """Return the format that the source names, or for `auto` the one that matches the keys of the first row.
-
-    If one matching format's keys include another's, the more specific format wins. Raise ConfigError if no format
-    matches or several do.
-    """
-    if source.fields is not None:
-        return mapped_schema(source.fields)
-    if source.row_schema != "auto":
-        return next(s for s in SCHEMAS if s.name == source.row_schema)
-    fits = [(s, signature) for s in SCHEMAS for signature in s.signatures if signature <= first_row.keys()]
-    best: dict[str, Schema] = {}
-    for schema, signature in fits:
-        # `<` is strict subset: a signature is beaten by any matching signature with more keys.
-        if not any(signature < other for _, other in fits):
-            best[schema.name] = schema
-    if len(best) == 1:
-        return next(iter(best.values()))
-    if not best:
-        raise ConfigError(
-            f"{where}: no known row format has the keys {sorted(first_row)}. Say where the values are, in the source's "
-            f"settings: {suggested_line(first_row)} (docs/data.md, any other schema)"
-        )
-    raise ConfigError(
-        f"{where}: a row with the keys {sorted(first_row)} could be any of {', '.join(sorted(best))}; "
-        "set row_schema to the right one"
-    )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
 from klear_core.config.data import RowSchema
 from klear_core.data.formats.code_tests import finite, is_number
+from klear_core.errors import ConfigError
 from klear_core.types import Domain, Dropped, Reference, UnverifiableReference
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ _MOST_FIRST_ROWS = 10_000
 
 
 Fields = Mapping[str, object]
+Name = TypeVar("Name", bound=str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,24 @@ class Schema:
 def keys(*signatures: str) -> tuple[frozenset[str], ...]:
     """Return signatures (sets of keys), each given as a string of space-separated keys."""
     return tuple(frozenset(s.split()) for s in signatures)
+
+
+def best_fit(row: Fields, formats: Mapping[Name, Sequence[frozenset[str]]], *, where: str, remedy: str) -> Name | None:
+    """Return the format whose signature has the most keys of those that the row has whole; None if none fits.
+
+    `formats` has the signatures by name. ConfigError, with the remedy, if several formats fit equally well.
+    """
+    sizes = {
+        name: max(fitting)
+        for name, signatures in formats.items()
+        if (fitting := [len(signature) for signature in signatures if signature <= row.keys()])
+    }
+    best = [name for name, size in sizes.items() if size == max(sizes.values())]
+    if len(best) > 1:
+        raise ConfigError(
+            f"{where}: a row with the keys {sorted(row)} could be any of {', '.join(sorted(best))}; {remedy}"
+        )
+    return best[0] if best else None
 
 
 class RowError(Exception):

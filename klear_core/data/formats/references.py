@@ -6,10 +6,10 @@
 | KlearReasoner-CodeSub, rLLM/DeepCoder | `{"functional": program or [programs]}`, `{"pytest": program}` |
 | rLLM/DeepCoder, Codeforces | `[{"input", "output", "testtype"?, "metadata"?: {"func_name"}, "fn_name"?}]` |
 | Skywork-OR1 | `{"import_prefix", "test_code", "entry_point"}`, `{"assert_case": [programs]}`, or as APPS |
-| LiveCodeBench | `public_test_cases`, `private_test_cases` (JSON; private also packed: `packed_tests`), `metadata` |
+| LiveCodeBench | `public_test_cases`, `private_test_cases` (JSON; private also packed: `code_tests`), `metadata` |
 | CodeContests | `public_tests`, `private_tests`, `generated_tests`: `{"input": [...], "output": [...]}`, `time_limit` |
 | MBPP, HumanEval, LeetCodeDataset | `test_list`; `prompt`, `test`, `entry_point` |
-| Klear (see `own_references`) | `{"kind": "code", "tests": {"type": "stdin" or "call" or "asserts", ...}}` |
+| Klear (see below) | `{"kind": "code", "tests": {"type": "stdin" or "call" or "asserts", ...}}` |
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from klear_core.data.formats.fields import (
     Fields,
     RowError,
     Schema,
+    best_fit,
     contest_id,
     head_of,
     is_empty_row,
@@ -200,15 +201,17 @@ class TraceFormat:
 
 
 def format_of(first_row: Fields, *, where: str) -> TraceFormat:
-    """Return the format that fits the keys of a row, the one with the most keys if several do; ConfigError if none."""
-    fits = [(len(s), f) for f in FORMATS for s in f.signatures if s <= first_row.keys()]
-    if not fits:
-        known = ", ".join(f.name for f in FORMATS)
-        raise ConfigError(
-            f"{where}: no known format of traces has the keys {sorted(first_row)}; known formats: {known}. Rows with "
-            "`messages` (a user's and an assistant's message, the thinking in <think> tags) can always be read"
-        )
-    return max(fits, key=lambda fit: fit[0])[1]
+    """Return the format that fits the keys of a row best; ConfigError if none fits, or several equally well."""
+    signatures = {f.name: f.signatures for f in FORMATS}
+    name = best_fit(first_row, signatures, where=where, remedy="remove the columns of all but one")
+    for found in FORMATS:
+        if found.name == name:
+            return found
+    known = ", ".join(signatures)
+    raise ConfigError(
+        f"{where}: no known format of traces has the keys {sorted(first_row)}; known formats: {known}. Rows with "
+        "`messages` (a user's and an assistant's message, the thinking in <think> tags) can always be read"
+    )
 
 
 def read_traces(source: FileSource | HubSource) -> Iterator[PublishedTrace | Dropped]:
@@ -416,9 +419,7 @@ def _flag_at(values: object, index: int) -> bool | None:
 
 
 def _as_verdict(is_right: bool | None) -> str:
-    if is_right is None:
-        return ""
-    return "right" if is_right else "wrong"
+    return {None: "", True: "right", False: "wrong"}[is_right]
 
 
 _SCHEMAS = {schema.name: schema for schema in TRACE_SCHEMAS}
@@ -441,7 +442,7 @@ def _as_prompts(
 FORMATS = (
     TraceFormat(  # plain chats; nvidia/Nemotron-Post-Training-Dataset-v1 and -v2
         name="messages",
-        signatures=keys("messages"),
+        signatures=keys("messages", "messages conversations"),
         question=_question_in("messages"),
         replies=_replies_in("messages"),
     ),
@@ -491,7 +492,7 @@ FORMATS = (
     ),
     TraceFormat(  # TRL's rows for SFT
         name="prompt_completion",
-        signatures=keys("prompt completion"),
+        signatures=keys("prompt completion", "prompt completion response"),
         question=_completion_question,
         replies=_completion,
     ),
@@ -502,4 +503,3 @@ FORMATS = (
         replies=lambda fields: (split_reply(text_at(fields, _first_key(fields, "response", "output"))),),
     ),
 )
-"""All formats of traces; the one with the most keys wins."""

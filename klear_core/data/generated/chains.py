@@ -158,7 +158,7 @@ def _chain(modulus: int, level: int, index: int) -> ChainProblem:
     return ChainProblem(modulus=modulus, start=start, steps=tuple(steps))
 
 
-# ---- spaces ----
+# ---- drawing problems ----
 # Draw distinct problems from numbered spaces, without those of the other split.
 
 

@@ -236,7 +236,7 @@ def _reply(completion: Completion) -> TeacherReply:
 async def open_local_teacher(
     cfg: LocalTeacherConfig, model: Path, *, name: str, seed: int, workdir: Path, compute: EnginesAndJudges
 ) -> AsyncIterator[LocalTeacher]:
-    """Start the engines of a teacher with the model of an artifact, and yield it; see `Compute.start_sampler`."""
+    """Start the engines of a teacher with the model of an artifact, and yield it; see `EnginesAndJudges`."""
     folder = model_folder(model)
     spec = EngineSpec(
         cfg=cfg.engine,

@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from klear_core.data.formats.fields import Fields, RowError, answer_at, bare_answer, text_at, user_message, value_at
+from klear_core.data.formats.fields import (
+    Fields,
+    RowError,
+    answer_at,
+    bare_answer,
+    keys,
+    text_at,
+    user_message,
+    value_at,
+)
 from klear_core.data.formats.math_rows import without_thousands_commas
 from klear_core.data.formats.references import reference_from_cell
 from klear_core.types import MathReference, Reference
@@ -314,14 +323,16 @@ def _plain_rows(fields: Fields) -> AnswerRow:
     )
 
 
-# The first layout that fits is taken, so that `gold_answer` tells MathArena's `messages` from those of `klear`.
 SIGNATURES: dict[Layout, tuple[frozenset[str], ...]] = {
-    "rows": (frozenset({"id", "response", "reference"}),),
-    "lm-eval": (frozenset({"doc", "target", "resps"}),),
-    "lighteval": (frozenset({"doc", "model_response"}), frozenset({"predictions", "gold"})),
-    "matharena": (frozenset({"problem", "gold_answer", "answer"}), frozenset({"gold_answer", "messages"})),
-    "qwen-math": (frozenset({"question", "code", "answer"}), frozenset({"question", "code", "gt"})),
-    "klear": (frozenset({"messages", "meta"}), frozenset({"messages", "answer"})),
+    "rows": keys("id response reference"),
+    "lm-eval": keys("doc target resps"),
+    "lighteval": keys("doc model_response", "predictions gold"),
+    # `gold_answer` tells MathArena's `messages` from those of `klear`
+    "matharena": keys(
+        "problem gold_answer answer", "gold_answer messages", "gold_answer messages answer", "gold_answer messages meta"
+    ),
+    "qwen-math": keys("question code answer", "question code gt"),
+    "klear": keys("messages meta", "messages answer"),
 }
 READERS: dict[Layout, Callable[[Fields], AnswerRow]] = {
     "klear": _klear,

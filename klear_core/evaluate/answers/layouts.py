@@ -18,12 +18,12 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from klear_core.data.formats.fields import RowError
+from klear_core.data.formats.fields import RowError, best_fit
 from klear_core.data.formats.references import has_half_character
 from klear_core.data.readers import SUFFIXES, BrokenRow, FileRow, is_array, read_rows, stem_of, whole_text
 from klear_core.errors import ConfigError, DataError
@@ -96,21 +96,14 @@ def _layout_of(file: Path, wanted: Layout | None) -> Layout:
         if isinstance(row, BrokenRow):
             broken = broken or f"; the first, {row.where}: {row.reason}: {row.detail}"
             continue
-        found = wanted or _fitting_layout(row.fields.keys())
-        if found:
+        found = wanted or best_fit(row.fields, SIGNATURES, where=str(file), remedy="choose one with --layout")
+        if found is not None:
             return found
         raise DataError(
             f"{file}: a row with the keys {sorted(row.fields)[:12]} fits none of the layouts {', '.join(LAYOUTS)}; "
             "choose one with --layout"
         )
     raise DataError(f"{file}: has no row that can be read{broken}")
-
-
-def _fitting_layout(keys: Set[str]) -> Layout | None:
-    for layout, signatures in SIGNATURES.items():
-        if any(signature <= keys for signature in signatures):
-            return layout
-    return None
 
 
 def _benchmark_names(files: Sequence[Path], root: Path, layout: Layout) -> dict[Path, str]:

@@ -31,6 +31,8 @@ from klear_core.hf_config import FolderTokenizer
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
 
+T = TypeVar("T")
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Request:
@@ -48,7 +50,6 @@ class _Load:
     reply: Future[None] = field(default_factory=Future)
 
 
-T = TypeVar("T")
 _Command = _Request | _Load | None  # None wakes the worker: drop what was cancelled, or stop
 
 

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from klear_core.train import logps
 from klear_core.train.kernels import attention, fused, registry
 
+R = TypeVar("R")
+
 
 def install(*, is_compiled: bool) -> None:
     """Make fake tensors on the CPU take our CUDA paths. `is_compiled=False` leaves out what torch.compile does."""
@@ -121,9 +123,6 @@ class _HeadPasses(logps.Passes):
 # Follow the bytes of all tensors that a piece of code holds, by kind and by moment.
 
 
-R = TypeVar("R")
-
-
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live storages of fake tensors. Create it inside the fake mode whose tensors it is to count."""
 
@@ -198,10 +197,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage has been counted."""
         return storage._cdata in self._live
-
-    def forget_peaks(self) -> None:
-        """Forget the peaks so far; what is live stays."""
-        self.peaks.clear()
 
     def _note_peak(self) -> None:
         moment = f"{self.moment}, {'backward' if is_backward() else 'forward'}"

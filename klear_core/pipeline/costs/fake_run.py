@@ -2,7 +2,7 @@
 
     python -m klear_core.pipeline.costs.fake_run < case.json    prints the result as JSON
 
-It runs our model, sharding, packing, head and update, unchanged except for what `stand_ins` replaces. It counts what
+It runs our model, sharding, packing, head and update, unchanged except for what `fake_ops` replaces. It counts what
 torch allocates, but not its allocator's rounding and fragmentation, buffers of cuBLAS and NCCL, or the CUDA context.
 """
 
@@ -118,7 +118,7 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
             _label_weights(tracker, reference, "reference model")
         batch = _faked(batch, mode)
         heads = _heads(batch, case, tracker)
-        tracker.forget_peaks()  # of the building of the model: only the update counts
+        tracker.peaks.clear()  # of the building of the model: only the update counts
         with _instrumented(tracker), tracker:
             updater.step(batch, heads, step=0)
     peaks = [Peak(moment=m, num_bytes=sum(kinds.values()), by_kind=kinds) for m, kinds in tracker.peaks.items()]
@@ -292,7 +292,7 @@ def _instrumented(tracker: MemoryTracker) -> Iterator[None]:
         group.unshard, group.wait_for_unshard = unshard, wait
 
 
-# ---- exact ----
+# ---- caller ----
 # Measure a training's memory by running its learner on fake tensors, to check the closed form of `memory`.
 
 

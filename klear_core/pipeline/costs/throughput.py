@@ -124,7 +124,7 @@ def _busy(training: SftConfig | RlConfig, size: ModelSize, runtime: TrainRuntime
     return work / lockstep, work / least
 
 
-# ---- split ----
+# ---- GPUs of learner and engines ----
 # Estimate how the GPUs of an RL stage divide between engines and learner so that neither waits for the other.
 
 

@@ -16,11 +16,12 @@ from itertools import product
 
 from klear_core.cluster.nodes import joins_a_cluster, known_nodes, plan_engines
 from klear_core.cluster.placement import Node, cpu_refusal, is_too_large_for_cpu
+from klear_core.config.curate import TagConfig
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.evaluate import EvaluateConfig, HardwareConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, RlJob, Stage, TagJob
-from klear_core.config.train import NO_TORCHAO, ModelConfig, SftConfig, TagConfig, TrainRuntime
+from klear_core.config.train import NO_TORCHAO, ModelConfig, SftConfig, TrainRuntime
 from klear_core.errors import ResourceError
 from klear_core.pipeline.costs.estimate import estimate, longest_sequence, num_inline_evals
 from klear_core.pipeline.costs.memory import LearnerPeak, learner_load, learner_peak, resident_bytes
@@ -185,7 +186,7 @@ def _text_of(work: PendingWork, stage: Stage) -> list[DiskPart]:
     return [DiskPart(what=f"{stage.name} answers", gb=max_tokens * _TEXT_BYTES / 1e9)] if max_tokens else []
 
 
-# ---- fits ----
+# ---- GPU memory ----
 # Check that learners and engines fit into the GPUs, and find the setting that would fit where they do not.
 
 

@@ -49,7 +49,125 @@ from klear_core.pipeline.preflight.model_checks import (
     placement_problems,
 )
 
-# ---- exposure ----
+
+def require_ready(
+    config: PipelineConfig,
+    chosen: Collection[str] | None = None,
+    *,
+    again: Collection[str] = (),
+    keys: BlockKeys | None = None,
+) -> None:
+    """Raise ConfigError with everything that would stop the run, before anything is spent."""
+    problems = problems_with(config, chosen, again=again, keys=keys)
+    if problems:
+        raise ConfigError("\n       ".join(["this profile cannot run here yet:", *problems]))
+
+
+def problems_with(
+    config: PipelineConfig,
+    chosen: Collection[str] | None = None,
+    *,
+    again: Collection[str] = (),
+    keys: BlockKeys | None = None,
+) -> list[str]:
+    """Return everything known to be missing or contradictory, each with its key, value and fix; empty if nothing is.
+
+    `chosen` names the stages to run (None: all of them), `again` those to build even if they exist. `keys` are the
+    teachers' API keys by Prefect block; None leaves those unchecked.
+    """
+    work = replace(PendingWork.of(config, chosen, again), keys=keys)
+    # Several stages may lack the same thing, such as the base model: it is said once.
+    return list(dict.fromkeys(problem for check in _CHECKS for problem in check(work)))
+
+
+def _input_problems(work: PendingWork) -> Iterator[str]:
+    for stage, missing in work.unmade_inputs:
+        named = " and ".join(map(repr, missing))
+        yield (
+            f"stage {stage!r} needs {named}, not there or not whole for these settings: "
+            f"run up to that first, with --until {missing[-1]}"
+        )
+
+
+def _exposure_problems(work: PendingWork) -> Iterator[str]:
+    """Refuse scores on benchmarks that the lineage of a given model shows to be left out of decontamination."""
+    if not work.evaluates:
+        return
+    despite = work.config.given.score_despite
+    for exposure in given_contamination(work.config):
+        refused = [name for name in exposure.missed if name not in despite]
+        if refused:
+            yield (
+                f"{exposure.stage.section}: {exposure.warning}; to score it all the same: "
+                f"{as_option('given.score_despite', [*despite, *refused])}"
+            )
+
+
+def _teacher_problems(work: PendingWork) -> Iterator[str]:
+    for stage, job in work.pending(DistillJob):
+        teacher, key = job.distill.teacher, f"{stage.section}.teacher"
+        if not isinstance(teacher, HttpTeacherConfig):
+            continue
+        keys = [endpoint.api_key_env for endpoint in teacher.runtime.endpoints if endpoint.api_key_env]
+        missing = [name for name in keys if not os.environ.get(name)]
+        for name in missing:
+            yield f"{key}.api_key_env = {name!r}: this environment variable is not set"
+        blocks = [endpoint.api_key_block for endpoint in teacher.runtime.endpoints if endpoint.api_key_block]
+        unmade = [name for name in blocks if work.keys is not None and name not in work.keys]
+        for name in unmade:
+            yield f"{key}.api_key_block = {name!r}: Prefect has no such block; {MAKE_BLOCK}"
+        # A request to an endpoint needs its key.
+        if missing or unmade or (blocks and work.keys is None):
+            continue
+        from klear_core.distill.teachers.http_teacher import check_endpoints
+
+        yield from error_messages(key, partial(check_endpoints, keys=work.keys or NO_KEYS), teacher)
+
+
+def _workspace_problems(work: PendingWork) -> Iterator[str]:
+    where = work.config.workspace.root
+    root = Path(where).expanduser().absolute()
+    # The workspace is made by the run: until then the nearest folder above it tells disk and permissions.
+    existing = next(p for p in (root, *root.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        yield f"workspace.root = {where!r}: {existing} is not a folder that can be written to"
+        return
+    free_gb = shutil.disk_usage(existing).free / 1e9
+    problem = disk_problem(work, free_gb=free_gb)
+    if problem is not None:
+        yield problem
+
+
+# In the order of the messages: inputs and data first, then models and settings, then this machine.
+_CHECKS = (
+    _input_problems,
+    file_problems,
+    source_problems,
+    given_trace_problems,
+    unjudged_rl_problems,
+    benchmark_problems,
+    reference_problems,
+    model_problems,
+    _exposure_problems,
+    _teacher_problems,
+    length_problems,
+    engine_problems,
+    context_problems,
+    weight_problems,
+    prompt_filter_problems,
+    reward_problems,
+    judge_problems,
+    cuda_problems,
+    machine_problems,
+    pool_problems,
+    memory_problems,
+    placement_problems,
+    sandbox_problems,
+    _workspace_problems,
+)
+
+
+# ---- contamination ----
 # Tell what is known about the training data behind given models: was it compared with the benchmarks that score them?
 #
 # Models that a run trains are made from problems and traces that were. The data behind a given model was compared with
@@ -187,123 +305,3 @@ def _protects(manifest: Manifest, benchmark: BenchmarkConfig, cache: Path) -> bo
 def _rows_of(source: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a source that determine its rows."""
     return {key: value for key, value in source.items() if key not in ("name", "runtime")}
-
-
-# ---- preflight ----
-
-
-def require_ready(
-    config: PipelineConfig,
-    chosen: Collection[str] | None = None,
-    *,
-    again: Collection[str] = (),
-    keys: BlockKeys | None = None,
-) -> None:
-    """Raise ConfigError with everything that would stop the run, before anything is spent."""
-    problems = problems_with(config, chosen, again=again, keys=keys)
-    if problems:
-        raise ConfigError("\n       ".join(["this profile cannot run here yet:", *problems]))
-
-
-def problems_with(
-    config: PipelineConfig,
-    chosen: Collection[str] | None = None,
-    *,
-    again: Collection[str] = (),
-    keys: BlockKeys | None = None,
-) -> list[str]:
-    """Return everything known to be missing or contradictory, each with its key, value and fix; empty if nothing is.
-
-    `chosen` names the stages to run (None: all of them), `again` those to build even if they exist. `keys` are the
-    teachers' API keys by Prefect block; None leaves those unchecked.
-    """
-    work = replace(PendingWork.of(config, chosen, again), keys=keys)
-    # Several stages may lack the same thing, such as the base model: it is said once.
-    return list(dict.fromkeys(problem for check in _CHECKS for problem in check(work)))
-
-
-def _input_problems(work: PendingWork) -> Iterator[str]:
-    for stage, missing in work.unmade_inputs:
-        named = " and ".join(map(repr, missing))
-        yield (
-            f"stage {stage!r} needs {named}, not there or not whole for these settings: "
-            f"run up to that first, with --until {missing[-1]}"
-        )
-
-
-def _exposure_problems(work: PendingWork) -> Iterator[str]:
-    """Refuse scores on benchmarks that the lineage of a given model shows to be left out of decontamination."""
-    if not work.evaluates:
-        return
-    despite = work.config.given.score_despite
-    for exposure in given_contamination(work.config):
-        refused = [name for name in exposure.missed if name not in despite]
-        if refused:
-            yield (
-                f"{exposure.stage.section}: {exposure.warning}; to score it all the same: "
-                f"{as_option('given.score_despite', [*despite, *refused])}"
-            )
-
-
-def _teacher_problems(work: PendingWork) -> Iterator[str]:
-    for stage, job in work.pending(DistillJob):
-        teacher, key = job.distill.teacher, f"{stage.section}.teacher"
-        if not isinstance(teacher, HttpTeacherConfig):
-            continue
-        keys = [endpoint.api_key_env for endpoint in teacher.runtime.endpoints if endpoint.api_key_env]
-        missing = [name for name in keys if not os.environ.get(name)]
-        for name in missing:
-            yield f"{key}.api_key_env = {name!r}: this environment variable is not set"
-        blocks = [endpoint.api_key_block for endpoint in teacher.runtime.endpoints if endpoint.api_key_block]
-        unmade = [name for name in blocks if work.keys is not None and name not in work.keys]
-        for name in unmade:
-            yield f"{key}.api_key_block = {name!r}: Prefect has no such block; {MAKE_BLOCK}"
-        # A request to an endpoint needs its key.
-        if missing or unmade or (blocks and work.keys is None):
-            continue
-        from klear_core.distill.teachers.http_teacher import check_endpoints
-
-        yield from error_messages(key, partial(check_endpoints, keys=work.keys or NO_KEYS), teacher)
-
-
-def _workspace_problems(work: PendingWork) -> Iterator[str]:
-    where = work.config.workspace.root
-    root = Path(where).expanduser().absolute()
-    # The workspace is made by the run: until then the nearest folder above it tells disk and permissions.
-    existing = next(p for p in (root, *root.parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield f"workspace.root = {where!r}: {existing} is not a folder that can be written to"
-        return
-    free_gb = shutil.disk_usage(existing).free / 1e9
-    problem = disk_problem(work, free_gb=free_gb)
-    if problem is not None:
-        yield problem
-
-
-# In the order of the messages: inputs and data first, then models and settings, then this machine.
-_CHECKS = (
-    _input_problems,
-    file_problems,
-    source_problems,
-    given_trace_problems,
-    unjudged_rl_problems,
-    benchmark_problems,
-    reference_problems,
-    model_problems,
-    _exposure_problems,
-    _teacher_problems,
-    length_problems,
-    engine_problems,
-    context_problems,
-    weight_problems,
-    prompt_filter_problems,
-    reward_problems,
-    judge_problems,
-    cuda_problems,
-    machine_problems,
-    pool_problems,
-    memory_problems,
-    placement_problems,
-    sandbox_problems,
-    _workspace_problems,
-)

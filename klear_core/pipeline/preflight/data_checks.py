@@ -22,6 +22,8 @@ from klear_core.pipeline.graph import stage_of_problems
 from klear_core.pipeline.plan import PendingWork
 from klear_core.types import Domain
 
+T = TypeVar("T")
+
 
 def file_problems(work: PendingWork) -> Iterator[str]:
     """Find files of sources that do not exist."""
@@ -224,11 +226,8 @@ def _has_code(source: Source) -> bool:
     return Domain.CODE in or_nothing(domains_of, source)
 
 
-# ---- complaints ----
+# ---- messages ----
 # Turn the errors of checks before a run into messages, and find the sources that they read.
-
-
-T = TypeVar("T")
 
 
 def error_messages(where: str, check: Callable[[T], object], subject: T) -> Iterator[str]:

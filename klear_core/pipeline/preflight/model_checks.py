@@ -167,7 +167,7 @@ def _num_heads(model: ModelConfig) -> int | None:
     return hf.num_attention_heads if hf else None
 
 
-# ---- placed ----
+# ---- placement ----
 # Place the learners and engines of pending stages on the available nodes, or say why that is impossible.
 
 

@@ -216,7 +216,7 @@ def _leaks_behind(model: Path) -> Iterator[Mapping[str, frozenset[str]] | None]:
 def _leaks_behind_given(artifact: Path) -> Iterator[Mapping[str, frozenset[str]]]:
     """Yield the kept matches behind a given model, as far as they are known; nothing for any other artifact.
 
-    Whether its data was compared at all is no matter of these: the user may declare it (`exposures`).
+    Whether its data was compared at all is no matter of these: the user may declare it (`given_contamination`).
     """
     pointed = pointed_artifact(artifact)
     for leaks in _leaks_behind(pointed) if pointed else ():

@@ -1,7 +1,7 @@
 """Compute the norms, rotations and gates of a Qwen3 in one compiled pass each, forward and backward.
 
-transformers' operations take five to ten passes each. The passes for float32 on CPU are here, those for CUDA in
-`fused_cuda`. All other dtypes and devices, and models that are no plain Qwen3, use transformers' operations.
+transformers' operations take five to ten passes each. There are passes for float32 on CPU, in C, and for CUDA, by
+torch.compile. All other dtypes and devices, and models that are no plain Qwen3, use transformers' operations.
 Axis letters: B rows, T tokens, H heads, D head size.
 """
 

@@ -7,7 +7,6 @@ import pytest
 
 from klear_core.config.data import FileSource
 from klear_core.data.formats.traces import (
-    FORMATS,
     PublishedTrace,
     check_traces,
     format_of,
@@ -268,13 +267,14 @@ def test_a_format_of_prompts_cannot_be_named_for_traces(tmp_path):
         check_traces(source_of(tmp_path, ROWS["messages"], row_schema="verl"))
 
 
-def test_no_two_formats_fit_a_row_equally_well():
-    sizes = [(len(signature), signature) for f in FORMATS for signature in f.signatures]
-    assert len({signature for _, signature in sizes}) == len(sizes)
+def test_of_several_formats_that_fit_the_one_with_the_most_keys_is_taken():
     for row in [*ROWS.values(), OPENR1]:
-        fits = sorted(len(s) for f in FORMATS for s in f.signatures if s <= row.keys())
-        assert len(fits) == 1 or fits[-1] > fits[-2], row.keys()
-        format_of(row, where="x")
+        format_of(row, where="x")  # raises if two fit equally well
+    assert format_of(dict.fromkeys(["messages", "prompt", "response"]), where="x").name == "prompt_response"
+    assert format_of(dict.fromkeys(["messages", "conversations"]), where="x").name == "messages"
+    both = "problem generations is_reasoning_complete question deepseek_thinking_trajectory deepseek_attempt"
+    with pytest.raises(ConfigError, match=r"could be any of openr1_math, s1k; remove the columns of all but one"):
+        format_of(dict.fromkeys(both.split()), where="x")
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the real data sets are not beside this checkout")

@@ -288,6 +288,9 @@ def test_compressed_files_are_read_and_damaged_ones_are_named(tmp_path: Path) ->
 def test_an_unknown_layout_and_an_empty_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="fits none of the layouts klear, lm-eval"):
         foreign_answers(jsonl(tmp_path / "a.jsonl", {"x": 1}))
+    both = dict.fromkeys(["id", "response", "reference", "question", "code", "answer"])
+    with pytest.raises(ConfigError, match=r"could be any of qwen-math, rows; choose one with --layout"):
+        foreign_answers(jsonl(tmp_path / "b.jsonl", both))
     with pytest.raises(ConfigError, match="without data files"):
         foreign_answers(tmp_path / "nothing")
 

@@ -1,4 +1,4 @@
-"""A short version of `klear bench intervals`, whose tables are in docs/statistics.md."""
+"""A short version of `klear bench intervals`, whose tables are in docs/data/intervals.md."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.curate import CurateConfig
+from klear_core.config.curate import CurateConfig, TagConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.distill import DistillConfig
 from klear_core.config.evaluate import (
@@ -16,7 +16,7 @@ from klear_core.config.evaluate import (
 )
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
-from klear_core.config.train import SftConfig, SftRuntime, TagConfig, TinyModelConfig
+from klear_core.config.train import SftConfig, SftRuntime, TinyModelConfig
 from klear_core.pipeline.costs.estimate import estimate
 
 

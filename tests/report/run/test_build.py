@@ -13,8 +13,8 @@ import pytest
 from report_runs import WHEN, Made, config, laptop_run, publish, samples, stage_folder, with_stage, write_evaluation
 
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.data_jobs import PromoteJob
 from klear_core.config.pipeline import PromoteConfig
+from klear_core.config.stage import PromoteJob
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.compare.promotion import DECISION_FILE, Check, Contender, Decision, SharedProblems
 from klear_core.pipeline.graph import stages_of
