@@ -16,7 +16,7 @@ from klear_core.config.settings import YieldLimits
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.curate import protected_questions
 from klear_core.data.curation.decontaminate import Decontaminator, Leak, drop_of
-from klear_core.data.curation.sketch import tokens_of
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.curation.write import write_leaks
 from klear_core.data.formats.fields import READ
 from klear_core.data.formats.traces import PublishedTrace, Reply, read_traces

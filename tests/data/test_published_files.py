@@ -16,7 +16,7 @@ from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.curate import curate
 from klear_core.data.curation.decontaminate import Decontaminator, Protected
-from klear_core.data.curation.sketch import is_word, tokens_of
+from klear_core.data.curation.normalise import is_word, tokens_of
 from klear_core.data.sources import check_source, read_questions, read_source
 from klear_core.metrics import NullTelemetry
 from klear_core.types import CallTests, CodeReference, Domain, Dropped, MathReference, Problem

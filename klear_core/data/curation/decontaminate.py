@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from klear_core.config.curate import DecontaminateConfig, DecontaminationRule
 from klear_core.data.candidates import Candidate
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.curation.sketch import (
     Hashes,
     Ragged,
@@ -25,7 +26,6 @@ from klear_core.data.curation.sketch import (
     ragged,
     token_and_word_codes,
     token_codes,
-    tokens_of,
 )
 from klear_core.errors import DataError
 from klear_core.types import Dropped

@@ -18,17 +18,16 @@ import numpy.typing as npt
 
 from klear_core.artifacts.records import load_tests
 from klear_core.config.curate import NearConfig
+from klear_core.data.curation.normalise import is_word, tokens_of
 from klear_core.data.curation.sketch import (
     Hashes,
     Overlaps,
     Ragged,
     hash_of,
-    is_word,
     joined_parts,
     overlaps_of,
     ragged,
     sketches_of,
-    tokens_of,
 )
 from klear_core.types import AssertTests, CallTests, CustomReference, MathReference, Reference, UnverifiableReference
 

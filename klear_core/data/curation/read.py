@@ -21,6 +21,7 @@ from klear_core.data.benchmarks import why_unreadable
 from klear_core.data.candidates import Candidate, difficulty_of, dropped_row
 from klear_core.data.curation.decontaminate import Decontaminator, Leak
 from klear_core.data.curation.near_duplicates import marks_of, near_table
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.curation.segment import (
     PlacedDrop,
     PlacedLeak,
@@ -30,7 +31,7 @@ from klear_core.data.curation.segment import (
     write_segment,
     written_answers,
 )
-from klear_core.data.curation.sketch import Numbers, Ragged, joined, ragged, tokens_of
+from klear_core.data.curation.sketch import Numbers, Ragged, joined, ragged
 from klear_core.data.curation.work_plan import Block, Plan, SourcePlan, Tasks, load_plan
 from klear_core.data.formats.code_rows import QuestionTables
 from klear_core.data.formats.fields import READ

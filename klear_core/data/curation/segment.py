@@ -28,7 +28,8 @@ from klear_core.config.curate import DedupConfig
 from klear_core.data.candidates import Candidate, DroppedRow
 from klear_core.data.curation.decontaminate import Leak
 from klear_core.data.curation.near_duplicates import NearTable, Ranks
-from klear_core.data.curation.sketch import Numbers, Ragged, hash_of, tokens_of
+from klear_core.data.curation.normalise import tokens_of
+from klear_core.data.curation.sketch import Numbers, Ragged, hash_of
 from klear_core.types import MathReference
 
 if TYPE_CHECKING:

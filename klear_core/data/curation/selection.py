@@ -26,7 +26,7 @@ import numpy.typing as npt
 from klear_core.config.curate import CurateConfig, EmbeddingConfig, HashedEmbedding, SelectConfig, SentenceEmbedding
 from klear_core.config.data import Source
 from klear_core.data.curation.kcenter import Centres, Indices, Vectors, k_center, quantised, refined
-from klear_core.data.curation.sketch import tokens_of
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.sources import source_name
 from klear_core.errors import ConfigError
 from klear_core.seeding import seed_for

@@ -19,9 +19,9 @@ from klear_core.config.settings import result_settings
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.decontaminate import Protected
 from klear_core.data.curation.near_duplicates import first_fact
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.curation.segment import exact_key
 from klear_core.data.curation.selection import sources_to_read
-from klear_core.data.curation.sketch import tokens_of
 from klear_core.data.datafiles import DataFile, data_files, spans_of
 from klear_core.data.sources import FirstRow, Piece, first_row, read_source, source_name
 

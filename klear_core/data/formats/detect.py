@@ -34,7 +34,7 @@ from klear_core.data.formats.fields import (
 )
 from klear_core.data.formats.math_rows import MATH_SCHEMAS
 from klear_core.data.formats.references import custom_reference, reference_from_cell
-from klear_core.data.formats.traces import TRACE_SCHEMAS
+from klear_core.data.formats.trace_rows import TRACE_SCHEMAS
 from klear_core.errors import ConfigError, DataError
 from klear_core.types import CustomReference, Domain, MathReference, Reference
 

@@ -18,7 +18,7 @@ from klear_core.config.curate import DecontaminateConfig, DecontaminationRule
 from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.decontaminate import Decontaminator, Protected
-from klear_core.data.curation.sketch import tokens_of
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.sources import read_contest_questions, read_source
 
 DATA = Path(__file__).parents[4] / "shared" / "data"

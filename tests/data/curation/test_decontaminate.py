@@ -10,7 +10,7 @@ import pytest
 from klear_core.config.curate import DecontaminateConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.decontaminate import Decontaminator, Protected, counts_by_rule, drop_of
-from klear_core.data.curation.sketch import tokens_of
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.errors import DataError
 from klear_core.types import Domain, MathReference
 

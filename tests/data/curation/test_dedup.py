@@ -1,5 +1,6 @@
 from klear_core.config.curate import DedupConfig
 from klear_core.data.candidates import Candidate
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.curation.segment import (
     contradict,
     exact_key,
@@ -7,7 +8,6 @@ from klear_core.data.curation.segment import (
     keys_array,
     written_answers,
 )
-from klear_core.data.curation.sketch import tokens_of
 from klear_core.types import CodeReference, Domain, MathReference, StdinCase, StdinTests
 
 

@@ -11,8 +11,9 @@ import pytest
 from klear_core.config.curate import DedupConfig, NearConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.near_duplicates import candidate_pairs, compare, decide, marks_of, near_table
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.curation.segment import exact_key, first_with_key, keys_array
-from klear_core.data.curation.sketch import SKETCH_SIZE, overlaps_of, ragged, sketches_of, tokens_of
+from klear_core.data.curation.sketch import SKETCH_SIZE, overlaps_of, ragged, sketches_of
 from klear_core.data.curation.work_plan import templates_of
 from klear_core.types import (
     AssertTests,

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001  Unicode signs are the point
 import pytest
 
-from klear_core.data.curation.sketch import tokens_of
+from klear_core.data.curation.normalise import tokens_of
 
 
 @pytest.mark.parametrize(

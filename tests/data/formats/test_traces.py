@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 
 from klear_core.config.data import FileSource
-from klear_core.data.formats.traces import (
-    PublishedTrace,
-    check_traces,
-    format_of,
-    read_traces,
-    split_reply,
-)
+from klear_core.data.formats.traces import PublishedTrace, check_traces, format_of, read_traces, split_reply
 from klear_core.errors import ConfigError
 from klear_core.types import Domain, Dropped
 

@@ -15,7 +15,7 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.data.candidates import Candidate, problem_from
 from klear_core.data.curation.decontaminate import Decontaminator, Protected
-from klear_core.data.curation.sketch import tokens_of
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.generated.chains import generate_chains, parse_chain
 from klear_core.distill.teachers.procedural import ProceduralTeacher
 from klear_core.prompts import build_byte_tokenizer, encode_response, render_prompt, render_response
