@@ -2,6 +2,10 @@
 
 import contextlib
 import signal
+from pathlib import Path
+
+import pytest
+from snapshot import Snapshots
 
 # Whoever starts the tests in the background may have had them ignore Ctrl-C; what they start and interrupt must not inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -12,3 +16,17 @@ with contextlib.suppress(ImportError):
 
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-snapshots",
+        action="store_true",
+        help="write the compared texts to tests/snapshots instead of comparing",
+    )
+
+
+@pytest.fixture
+def snapshot(pytestconfig: pytest.Config) -> Snapshots:
+    """`snapshot("plan_smoke", text)` compares a text with tests/snapshots/plan_smoke.txt."""
+    return Snapshots(folder=Path(__file__).parent / "snapshots", updates=pytestconfig.getoption("update_snapshots"))
