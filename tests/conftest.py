@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import contextlib
+import shutil
 import signal
 from pathlib import Path
 
@@ -30,3 +31,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def snapshot(pytestconfig: pytest.Config) -> Snapshots:
     """`snapshot("plan_smoke", text)` compares a text with tests/snapshots/plan_smoke.txt."""
     return Snapshots(folder=Path(__file__).parent / "snapshots", updates=pytestconfig.getoption("update_snapshots"))
+
+
+@pytest.fixture(scope="session")
+def mlflow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `mlflow` of a workspace without runs. Tests copy it, for its database takes seconds to make."""
+    from tasks.mlflow_backend import ensure_database
+
+    folder = tmp_path_factory.mktemp("mlflow")
+    ensure_database(folder / "mlflow.db")
+    return folder
+
+
+@pytest.fixture
+def tracked(mlflow_folder: Path, tmp_path: Path) -> Path:
+    """A workspace with an MLflow database, `ws` in the test's folder."""
+    shutil.copytree(mlflow_folder, tmp_path / "ws" / "mlflow")
+    return tmp_path / "ws"
