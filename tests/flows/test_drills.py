@@ -191,14 +191,6 @@ def test_an_interrupted_distillation_ends_soon_says_how_to_go_on_and_goes_on(run
     assert stages(again.output, "=") == list(before)
 
 
-def test_a_stage_that_is_to_be_made_again_is_not_called_damaged(run: Run):
-    assert run("--until", "benchmarks").wait() == 0
-    again = run("--until", "benchmarks", "--rerun-from", "benchmarks")
-    assert again.wait() == 0, again.output
-    assert stages(again.output, "✓") == ["benchmarks"]
-    assert "cannot be used" not in again.output
-
-
 def flip_a_byte(folder: Path) -> Path:
     file = folder / "model" / "model.safetensors"
     content = bytearray(file.read_bytes())
