@@ -17,8 +17,9 @@ done
 empty=$(mktemp -d)
 trap 'rm -rf "$empty"' EXIT
 "$venv/bin/python" "$here/empty_wheels.py" "$empty"
+# not -c, which adds to the constraints that a machine may have: a limit on torchvision there would exclude the empty wheel
 install() {
-    "$venv/bin/python" -m pip install -q --find-links "$empty" -c "$here/constraints.txt" "$@"
+    PIP_CONSTRAINT="$here/constraints.txt" "$venv/bin/python" -m pip install -q --find-links "$empty" "$@"
 }
 
 if [ "${2-}" = --without-klear ]; then
