@@ -8,7 +8,7 @@ DEMO   ?= configs/laptop
 VLLM_TESTS := tests/generate/test_vllm_engine.py tests/generate/test_vllm_families.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py tests/distill/teachers/test_vllm_teacher.py
 BIN    := $(VENV)/bin
 
-.PHONY: help demo desk-ci test test-slow test-vllm test-adam8bit lint setup sandbox clean
+.PHONY: help demo desk-ci test test-slow test-vllm test-adam8bit lint setup sandbox vllm-alone clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -66,6 +66,10 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml
 
 $(VLLM)/bin/python:
 	$(PYTHON) -m venv $(VLLM)
+
+# the larger part of the installation, which may go on beside another one
+vllm-alone: $(VLLM)/bin/python
+	sh infra/vllm/install_cpu.sh $(VLLM) --without-klear
 
 $(VLLM)/.installed: $(VLLM)/bin/python pyproject.toml infra/vllm/constraints.txt
 	sh infra/vllm/install_cpu.sh $(VLLM)

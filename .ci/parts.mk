@@ -1,7 +1,8 @@
 # The parts of CI, the long ones first. Each says what it did when it has ended; all are run, whatever becomes of the others.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-SLOW  := tests/flows tests/rl
+KILLS := tests/flows/test_drills.py tests/flows/test_errors.py tests/flows/test_first_run.py
+RAY   := tests/cluster tests/sft
 START := $(shell date +%s)
 WHERE := $(if $(wildcard runs/*),runs/ci,runs)
 SMOKE := .venv/bin/klear run configs/smoke --set workspace.root=$(WHERE)
@@ -10,30 +11,44 @@ say    = @printf '\n=== %s: %s (%ss)\n' '$@' '$(1)' "$$(($$(date +%s) - $(START)
 # threads that wait for one another spin meanwhile, on a core that another part needs
 export OMP_NUM_THREADS := 1
 
-.PHONY: all vllm setup slow-flows product desk slow-rl slow-others fast lint
-all: slow-flows slow-others vllm fast slow-rl product desk lint
+.PHONY: all vllm vllm-alone setup slow-kills slow-flows product desk slow-ray slow-rl slow-others fast lint
+all: slow-kills slow-flows product slow-others vllm slow-rl slow-ray fast desk lint
 
-# alone: two installations at a time would both write the metadata of this checkout
 setup:
 	$(MAKE) setup
 	$(call say,installed)
 
-vllm slow-flows product desk slow-rl slow-others fast lint: setup
+# without Klear until the other installation has ended: both would write the metadata of this checkout
+vllm-alone:
+	$(MAKE) vllm-alone
+	$(call say,vLLM is installed)
+
+vllm: vllm-alone
+
+vllm slow-kills slow-flows product desk slow-ray slow-rl slow-others fast lint: setup
 
 vllm:
 	$(MAKE) test-vllm
 	$(call say,the tests that need vLLM have passed in an environment of their own)
 
+slow-kills:
+	$(MAKE) test-slow TESTS="$(KILLS)"
+	$(call say,runs that are killed or interrupted go on)
+
 slow-flows:
-	$(MAKE) test-slow TESTS=tests/flows
+	$(MAKE) test-slow TESTS="tests/flows $(KILLS:%=--ignore=%)"
 	$(call say,the command and servers)
 
 slow-rl:
 	$(MAKE) test-slow TESTS=tests/rl
 	$(call say,actors and kills)
 
+slow-ray:
+	$(MAKE) test-slow TESTS="$(RAY)"
+	$(call say,several machines and gangs)
+
 slow-others:
-	$(MAKE) test-slow TESTS="$(SLOW:%=--ignore=%)"
+	$(MAKE) test-slow TESTS="$(patsubst %,--ignore=%,tests/flows tests/rl $(RAY))"
 	$(MAKE) test-adam8bit
 	$(call say,all other slow tests)
 

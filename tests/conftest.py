@@ -1,7 +1,12 @@
 """What holds for all tests."""
 
 import contextlib
+import shutil
 import signal
+from pathlib import Path
+
+import pytest
+from snapshot import Snapshots
 
 # Whoever starts the tests in the background may have had them ignore Ctrl-C; what they start and interrupt must not inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -12,3 +17,34 @@ with contextlib.suppress(ImportError):
 
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-snapshots",
+        action="store_true",
+        help="write the compared texts to tests/snapshots instead of comparing",
+    )
+
+
+@pytest.fixture
+def snapshot(pytestconfig: pytest.Config) -> Snapshots:
+    """`snapshot("plan_smoke", text)` compares a text with tests/snapshots/plan_smoke.txt."""
+    return Snapshots(folder=Path(__file__).parent / "snapshots", updates=pytestconfig.getoption("update_snapshots"))
+
+
+@pytest.fixture(scope="session")
+def mlflow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `mlflow` of a workspace without runs. Tests copy it, for its database takes seconds to make."""
+    from tasks.mlflow_backend import ensure_database
+
+    folder = tmp_path_factory.mktemp("mlflow")
+    ensure_database(folder / "mlflow.db")
+    return folder
+
+
+@pytest.fixture
+def tracked(mlflow_folder: Path, tmp_path: Path) -> Path:
+    """A workspace with an MLflow database, `ws` in the test's folder."""
+    shutil.copytree(mlflow_folder, tmp_path / "ws" / "mlflow")
+    return tmp_path / "ws"

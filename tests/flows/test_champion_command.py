@@ -55,29 +55,29 @@ def test_without_a_registry_both_commands_refuse_and_make_none(klear: Klear, tmp
     assert "a reason is needed" in klear("rollback", "--why", " ", "--root", tmp_path).err
 
 
-def test_the_champion_is_shown_with_its_evidence_and_rolled_back_for_a_reason(klear: Klear, fresh: Path) -> None:
-    ended = klear("champion", "--root", fresh)
+def test_the_champion_is_shown_with_its_evidence_and_rolled_back_for_a_reason(klear: Klear, tracked: Path) -> None:
+    ended = klear("champion", "--root", tracked)
     assert ended.status == 2
     assert "'klear' has no champion: a run whose profile has [promote]" in ended.err
-    registry = open_registry(WorkspaceConfig(root=str(fresh)), "klear")
-    decision = fresh / "decision"
+    registry = open_registry(WorkspaceConfig(root=str(tracked)), "klear")
+    decision = tracked / "decision"
     write_decision(decision)
-    assert registry.promote(promotion("a", None, fresh / "gone"))
+    assert registry.promote(promotion("a", None, tracked / "gone"))
     assert registry.promote(promotion("b", 1, decision))
 
-    shown = klear("champion", "--root", fresh).out
+    shown = klear("champion", "--root", tracked).out
     assert "klear, version 2" in shown
     assert "/models/b" in shown
     assert "✓ better: a gain is shown on aime24 +3.1 points" in shown
 
-    ended = klear("rollback", "--why", "rude", "--by", "ann", "--root", fresh)
+    ended = klear("rollback", "--why", "rude", "--by", "ann", "--root", tracked)
     assert ended.status == 0, ended.err
     assert "version 1 (rl a) is champion of 'klear' again; version 2 (rl b) was rolled back" in ended.out
-    shown = klear("champion", "--root", fresh).out
+    shown = klear("champion", "--root", tracked).out
     assert "klear, version 1" in shown
     assert "the evidence is gone" in shown
     assert "rolled back to version 1 by ann at 20" in shown
 
-    ended = klear("rollback", "--why", "again", "--root", fresh)
+    ended = klear("rollback", "--why", "again", "--root", tracked)
     assert ended.status == 2
     assert "has no former champion to go back to: it was the first" in ended.err

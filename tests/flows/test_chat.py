@@ -29,6 +29,17 @@ TINY = TinyModelConfig(
     intermediate_size=24,
     max_position_embeddings=64,
 )
+ASK = """
+import sys
+from flows.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = ("prefect", "mlflow", "ray", "vllm", "sklearn", "transformers.models.auto")
+print([name for name in heavy if name in sys.modules], file=sys.stderr)
+"""
+"""The command `klear`, which shows on its last line of errors what it has imported of these."""
 NOT_ASKED = "the question takes 69 tokens with the marks of its turn, and the model's window holds 64"
 
 
@@ -131,24 +142,24 @@ def test_what_is_no_model_or_not_there_is_named(klear, runs):
     assert "models are made by the stages base, sft, rl" in curated.err
 
 
-def test_a_model_of_the_hub_is_downloaded_once_and_asked(klear, runs, tmp_path):
+def test_a_model_of_the_hub_is_downloaded_once_and_asked_without_anything_heavy(klear, runs, tmp_path):
     folder = runs / "artifacts/rl/5eedab1e/model"
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     here = klear("chat", "rl", "1", "--root", runs, "--max-tokens", 8)
 
     def ask(endpoint: str) -> subprocess.CompletedProcess[str]:
         """In a process of its own: huggingface_hub reads its settings when it is imported."""
-        command = ["chat", f"owner/tiny@{REVISION}", "1", "--max-tokens", "8"]
-        env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-        script = Path(sys.executable).with_name("klear")
+        command = [sys.executable, "-c", ASK, "chat", f"owner/tiny@{REVISION}", "1", "--max-tokens", "8"]
+        own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)}
         return subprocess.run(
-            [script, *command], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+            command, env=os.environ | own, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
         )
 
     with hub("owner/tiny", files, repo_type="model") as (endpoint, fetched):
         asked = ask(endpoint)
     assert asked.returncode == 0, asked.stderr
     assert asked.stdout == here.out
+    assert asked.stderr.splitlines()[-1] == "[]"
     assert "model.safetensors" in fetched
     again = ask(endpoint)  # nobody listens there now
     assert (again.returncode, again.stdout) == (0, here.out)
@@ -169,23 +180,3 @@ def test_a_model_of_another_family_is_asked_with_vllm(klear, runs, tmp_path):
     said = klear("chat", folder, "1")
     assert said.status != 0
     assert "vllm" in said.err  # not installed here, or it finds that these are no weights of a Llama
-
-
-def test_neither_prefect_nor_mlflow_nor_ray_nor_the_registry_of_all_models_is_imported(runs):
-    ask = ["klear", "chat", "rl", "1", "--root", str(runs), "--max-tokens", "1"]
-    heavy = ["prefect", "mlflow", "ray", "vllm", "sklearn", "transformers.models.auto"]
-    script = f"""
-import sys
-from flows.cli import main
-sys.argv = {ask!r}
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.splitlines()[-1] == "[]"

@@ -264,3 +264,6 @@ def test_parts_of_the_pipeline_run_by_themselves_on_what_exists(fresh, tmp_path)
     assert (status, re.findall(r"([=✓]) (\w+)", shown)) == (0, [("=", "curate"), ("✓", "base")])
     status, shown = run("--only", "curate")
     assert (status, re.findall(r"([=✓]) (\w+)", shown)) == (0, [("=", "curate")])
+    status, shown = run("--only", "benchmarks", "--rerun-from", "benchmarks")
+    assert (status, re.findall(r"([=✓]) (\w+)", shown)) == (0, [("✓", "benchmarks")])
+    assert "cannot be used" not in shown  # what is to be made again is not called damaged

@@ -127,7 +127,7 @@ def lose_the_last_actor(run: Run, workspace: Path) -> None:
     next(p for p in processes if title(p).startswith("ray::RolloutActor")).kill()
     assert command.wait() not in (0, 130)
     output = command.output
-    assert re.search(r"rollout actor \d was lost .*; runtime\.max_restarts = 0", output), output
+    assert re.search(r"rollout actor \d was lost.*; runtime\.max_restarts = 0", output), output
     assert "(raylet)" not in output, output
     assert output.count("error:") == 1, output
     assert "Traceback" not in output, output
@@ -189,14 +189,6 @@ def test_an_interrupted_distillation_ends_soon_says_how_to_go_on_and_goes_on(run
     again = run(*chosen)
     assert again.wait() == 0, again.output
     assert stages(again.output, "=") == list(before)
-
-
-def test_a_stage_that_is_to_be_made_again_is_not_called_damaged(run: Run):
-    assert run("--until", "benchmarks").wait() == 0
-    again = run("--until", "benchmarks", "--rerun-from", "benchmarks")
-    assert again.wait() == 0, again.output
-    assert stages(again.output, "✓") == ["benchmarks"]
-    assert "cannot be used" not in again.output
 
 
 def flip_a_byte(folder: Path) -> Path:

@@ -21,17 +21,9 @@ from tasks.mlflow_database import database_file, ensure_database, refuse_broken_
 MAKE = "import sys; from pathlib import Path; from tasks.mlflow_database import ensure_database; ensure_database(Path(sys.argv[1]))"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database made once, for a migration takes seconds."""
-    path = tmp_path_factory.mktemp("whole") / "mlflow.db"
-    ensure_database(path)
-    return path
-
-
 @pytest.fixture
-def database(whole: Path, tmp_path: Path) -> Path:
-    return shutil.copy(whole, tmp_path / "mlflow.db")
+def database(mlflow_folder: Path, tmp_path: Path) -> Path:
+    return shutil.copy(mlflow_folder / "mlflow.db", tmp_path / "mlflow.db")
 
 
 def change(path: Path, *statements: str) -> None:

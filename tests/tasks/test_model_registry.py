@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -36,9 +37,11 @@ _names = count()
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> WorkspaceConfig:
-    """One for all tests here, for making MLflow's database takes seconds; each test has a registered model of its own."""
-    return WorkspaceConfig(root=str(tmp_path_factory.mktemp("workspace")))
+def workspace(mlflow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkspaceConfig:
+    """One for all tests here; each test has a registered model of its own."""
+    root = tmp_path_factory.mktemp("workspace")
+    shutil.copytree(mlflow_folder, root / "mlflow")
+    return WorkspaceConfig(root=str(root))
 
 
 @pytest.fixture(autouse=True)

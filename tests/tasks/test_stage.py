@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +24,11 @@ from tasks.tracking import RunInfo, code_commit
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> WorkspaceConfig:
-    """One for all tests here, for making MLflow's database takes seconds; each test has a seed of its own."""
-    return WorkspaceConfig(root=str(tmp_path_factory.mktemp("workspace")))
+def workspace(mlflow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkspaceConfig:
+    """One for all tests here; each test has a seed of its own."""
+    root = tmp_path_factory.mktemp("workspace")
+    shutil.copytree(mlflow_folder, root / "mlflow")
+    return WorkspaceConfig(root=str(root))
 
 
 @pytest.fixture(autouse=True)
