@@ -246,7 +246,7 @@ def read_benchmarks(artifact: Path) -> Iterator[tuple[str, Problem]]:
 
 _PLAIN_ANSWER = re.compile(r"-?\w[\w.,/ -]{0,60}")
 """Numbers and words, which are most answers and can always be read."""
-_NO_VALUE = re.compile(r"[\s?!'\"`$#@~;:.,_|\\]+")
+_NO_VALUE = re.compile(r"\\l?dots|[\s?!'\"`$#@~;:.,_|\\]+")
 """Punctuation alone; a sign (`<`) or brackets (`\\{\\}`) may be an answer."""
 _OPEN_END = re.compile(r"[\w})\]]\s*[=^_/]\s*$|\\(?:[dt]?frac|sqrt|[dt]?binom)\s*$|\\[dt]?frac\s*\{[^{}]*\}\s*$")
 """The end of an expression that lacks its last part; a sign at the end may be meant (`\\mathbb{R}^+`)."""

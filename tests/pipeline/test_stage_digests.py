@@ -34,7 +34,7 @@ def identities() -> dict[str, list[JsonValue]]:
 def named_in_changelog() -> set[str]:
     """Kinds that CHANGELOG names as running again since the last release."""
     unreleased = (ROOT / "CHANGELOG.md").read_text().partition(f"## {RELEASED}")[0]
-    lines = re.findall(r"^- Runs again: (.*?)[,:;.] ", unreleased, re.MULTILINE)
+    lines = re.findall(r"^- Runs again: ([^:]*):", unreleased, re.MULTILINE)
     return {kind for line in lines for kind in re.findall(r"`(\w+)`", line)}
 
 

@@ -276,7 +276,7 @@ def test_the_64k_evaluation_of_klear_8b_fits_its_stretched_window(tmp_path: Path
 
 
 def test_a_model_that_the_torch_engine_does_not_run_is_found_at_once(tmp_path: Path) -> None:
-    folder = write_config(tmp_path / "model", json.dumps(QWEN3 | {"model_type": "llama"}))
+    folder = write_config(tmp_path / "model", json.dumps(QWEN3 | {"model_type": "mistral"}))
     problems = problems_with(profile(tmp_path, "model.kind=hf", f"model.path={folder}"))
     assert [p.split(":")[0] for p in problems if 'set engine.kind = "vllm"' in p] == [
         "rl.rollout.engine",
