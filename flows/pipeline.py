@@ -23,10 +23,11 @@ from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
 from flows.process import lost_interrupts_sent_again, make_terminations_interrupts
 from flows.servers import is_temporary_server
 from flows.sweep import MAX_ATTEMPTS
+from klear_core.artifacts.files import DiskErrors
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import Stage
-from klear_core.errors import ArtifactError, KlearError
+from klear_core.errors import ArtifactError, KlearError, is_interrupt, reporting
 from klear_core.pipeline.graph import (
     fingerprints_of,
     open_store,
@@ -42,7 +43,7 @@ from tasks.progress import console
 from tasks.resources import no_orphans
 from tasks.stage import StageTask, in_workspace
 from tasks.stages import TASKS, failed_report, read_keys, report_failure
-from tasks.tracking import RunInfo, is_interrupt
+from tasks.tracking import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -128,11 +129,13 @@ def tracked_run(
     """
     show_core_logs()
     make_terminations_interrupts()
-    with lost_interrupts_sent_again():
+    # Also outside of stages: Prefect writes results to the workspace.
+    with lost_interrupts_sent_again(), DiskErrors(workspace_root(config.workspace)):
         if _has_server():
             return _run_with_server(config, run_stages, selection)
         if is_temporary_server(settings.PREFECT_API_URL.value() or ""):
-            record_run(_this_flow_run().id)
+            with reporting("this run will not be shown as Crashed if it is killed"):
+                record_run(_this_flow_run().id)
         return _run_selected(config, run_stages, selection)
 
 
@@ -257,18 +260,17 @@ def reporting_failures(run: PipelineRun) -> Iterator[None]:
         if not is_interrupt(e):
             _write_failure_report(run, e)
         raise
-    failed_report(run.info).unlink(missing_ok=True)  # an earlier attempt of this flow run may have failed
+    with reporting("the report on an earlier attempt, which failed, could not be deleted"):
+        failed_report(run.info).unlink(missing_ok=True)
 
 
 def _write_failure_report(run: PipelineRun, error: Exception) -> None:
     """Write the report. Stages run in order, so the first one without an artifact is the one that failed."""
     unfinished = [stage for stage in run.stages if stage.name in run.chosen and stage.name not in run.artifacts]
     error_text = f"{type(error).__name__}: {error}"
-    try:
+    with reporting("could not write a report on this failed run"):
         file = report_failure(run.info, run.config, run.artifacts, unfinished, error_text)
         log.warning("a report on this failed run: %s", file)
-    except Exception as e:  # noqa: BLE001  an error of the report must not replace the run's error
-        log.warning("could not write a report on this failed run: %s: %s", type(e).__name__, e)
 
 
 # ---- the klear flow ----

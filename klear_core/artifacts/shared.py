@@ -17,7 +17,7 @@ from pathlib import Path
 from klear_core.artifacts.bucket import Bucket, transfer_all
 from klear_core.artifacts.files import file_lock, sha256_of
 from klear_core.artifacts.store import BUILDING, SCRATCH, SHARED
-from klear_core.errors import ArtifactError, KlearError
+from klear_core.errors import ArtifactError, reporting
 
 log = logging.getLogger(__name__)
 
@@ -240,11 +240,9 @@ class WorkdirSync:
     def _try_send(self) -> None:
         if not self._workdir.is_dir():
             return
-        try:
+        # the stage itself can continue, and the next pass sends these files
+        with reporting("unfinished work could not be copied to the store"):
             self.send()
-        except (KlearError, OSError) as e:
-            # the stage itself can continue, and the next pass sends these files
-            log.warning("unfinished work could not be copied to the store: %s", e)
 
     def _send_file(self, path: Path, name: str, before_ns: int) -> _Seen | None:
         """Send a file unless the last pass did; None if it is too new or gone, its former version if it is too new."""
