@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from prefect import flow, settings
@@ -16,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Failed
 
 from flows.environment import PipelineResult, StageSelection, page_of, resolve, show_core_logs
 from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
@@ -177,10 +178,28 @@ def _run_selected(
     return run.result()
 
 
+def _failing_in_one_line(run: Callable[[], PipelineResult]) -> PipelineResult:
+    """Return the run's result; on a server, an error of ours is the flow's state Failed with its message.
+
+    Prefect logs an error that leaves a flow with its whole traceback.
+    """
+    try:
+        return run()
+    except KlearError as e:
+        if not _has_server():
+            raise
+        # If a flow returns a state, Prefect uses it as the final state; a caller in this process gets the error itself.
+        return cast("PipelineResult", Failed(message=f"{type(e).__name__}: {e}", data=e))
+
+
 def run_label() -> str:
     """Return a name that tells runs apart, such as `laptop-seed0-gppo`; `rl-laptop-seed0-gppo` for one stage alone."""
     only = flow_run.parameters.get("only")
-    return label_of(given_config, prefix=str(only or ""))
+    return label_of(given_config, prefix=str(only or ""), profile=_profile_name())
+
+
+def _profile_name() -> str:
+    return Path(str(flow_run.parameters.get("profile") or "")).name
 
 
 def given_config() -> PipelineConfig:
@@ -189,8 +208,10 @@ def given_config() -> PipelineConfig:
     return resolve(given.get("profile"), given.get("overrides") or [], given.get("settings"))
 
 
-def label_of(config: Callable[[], PipelineConfig], *, prefix: str) -> str:
-    """Join prefix (if any), profile, seed and loss with `-`. Never raises.
+def label_of(config: Callable[[], PipelineConfig], *, prefix: str, profile: str = "") -> str:
+    """Join prefix (if any), profile, seed and loss with `-`; `profile` is its name if the settings are wrong.
+
+    Never raises.
 
     Prefect asks for the name before the run is Running: an error here would crash the process, and the run would be
     restarted. The flow itself resolves the same parameters next, and fails once with the reason.
@@ -200,7 +221,7 @@ def label_of(config: Callable[[], PipelineConfig], *, prefix: str) -> str:
         resolved = config()
         words += [resolved.name, f"seed{resolved.seed}", resolved.rl.loss.kind]
     except Exception:  # noqa: BLE001  the flow raises it again, where the user sees it
-        words.append("unresolved")
+        words += [profile, "unresolved"] if profile else ["unresolved"]
     return "-".join(words)
 
 
@@ -299,10 +320,9 @@ def pipeline(
         rerun_from: Make this stage and all that depend on it again, even if nothing has changed.
         needed_by: Run only these stages and what they depend on.
     """
-    config = resolve(profile, overrides, settings)
     needed = tuple(needed_by or ())
     selection = StageSelection(only=only, from_=from_, until=until, rerun_from=rerun_from, needed_by=needed)
-    return tracked_run(config, run_stages, selection)
+    return _failing_in_one_line(lambda: tracked_run(resolve(profile, overrides, settings), run_stages, selection))
 
 
 def run_stages(run: PipelineRun) -> None:
@@ -341,7 +361,7 @@ def retrain_label() -> str:
     def config() -> PipelineConfig:
         return with_seed(given_config(), flow_run.parameters.get("seed", "fixed"), run_id=str(flow_run.id))
 
-    return label_of(config, prefix="retrain")
+    return label_of(config, prefix="retrain", profile=_profile_name())
 
 
 @flow(name="klear-retrain", flow_run_name=retrain_label, persist_result=False)
@@ -359,8 +379,12 @@ def retrain(
         overrides: Single settings that replace both, such as rl.num_steps=200.
         seed: `fixed` keeps the config's; `fresh` derives a new one for each flow run, the same if the run is retried.
     """
-    config = with_seed(resolve(profile, overrides, settings), seed, run_id=str(flow_run.id))
-    return tracked_run(config, run_stages, StageSelection())
+
+    def run() -> PipelineResult:
+        config = with_seed(resolve(profile, overrides, settings), seed, run_id=str(flow_run.id))
+        return tracked_run(config, run_stages, StageSelection())
+
+    return _failing_in_one_line(run)
 
 
 def with_seed(config: PipelineConfig, seed: Seed, *, run_id: str) -> PipelineConfig:

@@ -210,7 +210,7 @@ class Bucket:
             return ConfigError(f"{where}: no credentials; {remedy}")
         if isinstance(e, PermissionError):
             return ConfigError(f"{where}: access denied; the credentials may not read and write there")
-        if isinstance(e, FileNotFoundError):
+        if isinstance(e, FileNotFoundError | NotADirectoryError):
             return ConfigError(f"{where}: no such bucket or folder")
         if kinds.intersection(_NO_CONNECTION) or isinstance(e, ConnectionError | socket.gaierror | TimeoutError):
             return ResourceError(f"{where}: cannot be reached ({type(e).__name__})")

@@ -348,7 +348,7 @@ def test_what_a_checkpoint_counts_is_in_the_store_before_it(node: Node):
                 rows.write(f"{step}\n")
             send_work(slot.workdir)
             index = json.loads(a.bucket.read("work/sft-f1/index") or b"{}")
-            size, sha = index["files"]["metrics.jsonl"]
+            _, sha = index["files"]["metrics.jsonl"]
             assert (a.bucket.read(f"work/sft-f1/files/{sha}") or b"").split()[-1] == str(step).encode()
     send_work(slot.workdir)  # of a stage that runs no more: nothing
 

@@ -136,10 +136,15 @@ def test_an_interrupt_stays_one(workspace: WorkspaceConfig, broken: Callable[[Wo
 
 def test_a_lease_that_cannot_be_given_back_hides_no_error(tmp_path: Path) -> None:
     bucket = Bucket((tmp_path / "store").as_uri())
-    with pytest.raises(DataError), lease(bucket, "leases/a", LeaseTimes(), node="n", on_wait=print):
-        shutil.rmtree(tmp_path / "store")
-        (tmp_path / "store").write_text("")
-        raise DataError("row 3")
+
+    def fail() -> None:
+        with lease(bucket, "leases/a", LeaseTimes(), node="n", on_wait=print):
+            shutil.rmtree(tmp_path / "store")
+            (tmp_path / "store").write_text("")
+            raise DataError("row 3")
+
+    with pytest.raises(DataError):
+        fail()
 
 
 def test_ctrl_c_in_a_report_gets_through() -> None:
