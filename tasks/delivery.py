@@ -72,12 +72,14 @@ class Connection:
     def mark_unreachable(self, error: Unreachable | OSError) -> None:
         """Record that MLflow does not answer or cannot be written to, and warn once per outage."""
         # A file does not answer either; what fails there is this machine's disk.
-        is_local = says_disk_full(error) or self.server.startswith("/")
+        is_full = says_disk_full(error)
+        is_local = is_full or self.server.startswith("/")
         self.failure = "could not be written to" if is_local else "did not answer"
         if not self._is_down:
             state = "cannot be written to" if is_local else "does not answer"
+            reason = "no space left on the disk" if is_full else error
             log.warning(
-                "MLflow at %s %s (%s); the run goes on, and its records are sent later", self.server, state, error
+                "MLflow at %s %s (%s); the run goes on, and its records are sent later", self.server, state, reason
             )
         self._is_down, self._retry_at = True, time.monotonic() + self.limits.retry_every_s
 
