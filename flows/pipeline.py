@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 from prefect import flow, settings
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import ParameterTypeError, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Failed
 
@@ -181,7 +181,8 @@ def _run_selected(
 def _failing_in_one_line(run: Callable[[], PipelineResult]) -> PipelineResult:
     """Return the run's result; on a server, an error of ours is the flow's state Failed with its message.
 
-    Prefect logs an error that leaves a flow with its whole traceback.
+    Prefect logs an error that leaves a flow with its whole traceback. The state is logged in one line, which is enough:
+    see `_is_news`.
     """
     try:
         return run()
@@ -190,6 +191,16 @@ def _failing_in_one_line(run: Callable[[], PipelineResult]) -> PipelineResult:
             raise
         # If a flow returns a state, Prefect uses it as the final state; a caller in this process gets the error itself.
         return cast("PipelineResult", Failed(message=f"{type(e).__name__}: {e}", data=e))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for a traceback of a message that the run's state has: an error of ours, or a wrong parameter."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, KlearError | ParameterTypeError)
+
+
+for _name in ("prefect.flow_runs", "prefect.engine"):
+    logging.getLogger(_name).addFilter(_is_news)
 
 
 def run_label() -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,6 +170,8 @@ def test_a_misspelt_setting_ends_the_run_failed_once_with_the_reason(deployed: S
     run = deployed.wait(deployed.start_run("klear", "pipeline", {"profile": "smoke", "overrides": ["rl.num_stepz=8"]}))
     assert (run["state_type"], run["run_count"], run["name"]) == ("FAILED", 1, "smoke-unresolved")
     assert run["state"]["message"] == "ConfigError: profile smoke: rl.num_stepz: unknown key; did you mean num_steps?"
+    assert_logged(deployed, run["id"], "Finished in state Failed")
+    time.sleep(12)  # the engine's own last words come after the state, and logs are sent every few seconds
     assert "Traceback" not in "\n".join(deployed.logs(run["id"]))
 
 
