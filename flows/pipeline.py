@@ -22,7 +22,7 @@ from prefect.states import Cancelled, Failed
 from flows.environment import PipelineResult, StageSelection, page_of, resolve, show_core_logs
 from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
 from flows.process import lost_interrupts_sent_again, make_terminations_interrupts
-from flows.servers import is_temporary_server
+from flows.servers import check_store, is_temporary_server
 from flows.sweep import MAX_ATTEMPTS
 from klear_core.artifacts.files import DiskErrors
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
@@ -165,6 +165,7 @@ def _run_selected(
     # Everything that can be refused is refused before the first artifact is moved and before anything is tracked.
     keys = read_keys(stage.job for stage in stages if stage.name in chosen)
     require_ready(config, chosen, again=again, keys=keys)
+    check_store(config.workspace)
     set_moved_aside(config, chosen)
     run = PipelineRun(config=config, info=_run_info(config, _this_flow_run()), stages=stages, chosen=chosen)
     if again:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.environment import LOGGERS, PipelineResult, StageSelection, page_of, prepare_environment
-from flows.servers import check_prefect, check_ray, check_tracking, is_temporary_server, own_server
+from flows.servers import check_prefect, check_ray, check_store, check_tracking, is_temporary_server, own_server
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import ReportJob, RlJob
@@ -61,6 +61,7 @@ def prefect_run(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunC
 
     check_prefect()
     check_tracking(workspace)
+    check_store(workspace)
     if needs_ray:
         check_ray()
     prepare_environment(workspace)

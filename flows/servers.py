@@ -23,10 +23,12 @@ from rich.console import Console
 
 from flows.environment import prepare_environment
 from flows.process import Supervised, refuse_taken_port
+from klear_core.artifacts.bucket import probe
 from klear_core.artifacts.files import file_lock
+from klear_core.artifacts.object_store import ObjectStore
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.pipeline.graph import workspace_root
+from klear_core.pipeline.graph import open_store, workspace_root
 
 if TYPE_CHECKING:
     import httpx
@@ -182,6 +184,13 @@ def check_tracking(workspace: WorkspaceConfig) -> None:
         _within_limit(partial(check_client, uri), f"{TRACKING_VARIABLE}: MLflow's client")
     except TimeoutError as e:
         raise ConfigError(f"{TRACKING_VARIABLE}: MLflow's client gets no answer ({e}); {remedy}") from e
+
+
+def check_store(workspace: WorkspaceConfig) -> None:
+    """Raise ConfigError or ResourceError unless the shared store, if there is one, takes an object and gives it back."""
+    store = open_store(workspace)
+    if isinstance(store, ObjectStore):
+        probe(store.bucket)
 
 
 def check_ray() -> None:
