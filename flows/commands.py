@@ -313,6 +313,7 @@ def ui(
     root: Annotated[Path, typer.Option(help="Workspace whose runs to look at.")] = Path("runs"),
     prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the Prefect UI.")] = 4200,
     mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the MLflow UI.")] = 5000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all, without a password.")] = "127.0.0.1",
 ) -> None:
     """Serve the Prefect and MLflow UIs of a workspace, until Ctrl-C.
 
@@ -322,7 +323,7 @@ def ui(
     """
     from flows.servers import serve_uis
 
-    serve_uis(root, prefect_port=prefect_port, mlflow_port=mlflow_port)
+    serve_uis(root, prefect_port=prefect_port, mlflow_port=mlflow_port, host=host)
 
 
 def sweep(

@@ -15,6 +15,7 @@ from pathlib import Path
 from uuid import UUID
 
 from klear_core.artifacts.files import file_lock
+from klear_core.errors import reporting
 from tasks.progress import deliver_summaries, fail_fast_client
 
 log = logging.getLogger(__name__)
@@ -88,9 +89,9 @@ def server_awaited() -> Iterator[None]:
 
 
 def _catch_up() -> None:
-    await_server(ask_health)
-    # Summaries that a stage could not send during the outage.
-    deliver_summaries()
+    with reporting("the Prefect server lacks summaries of this run"):
+        await_server(ask_health)
+        deliver_summaries()  # those that a stage could not send during the outage
 
 
 def await_server(

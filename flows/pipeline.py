@@ -9,24 +9,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from prefect import flow, settings
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import ParameterTypeError, TerminationSignal
 from prefect.runtime import flow_run
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Failed
 
 from flows.environment import PipelineResult, StageSelection, page_of, resolve, show_core_logs
 from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
 from flows.process import lost_interrupts_sent_again, make_terminations_interrupts
-from flows.servers import is_temporary_server
+from flows.servers import check_store, is_temporary_server
 from flows.sweep import MAX_ATTEMPTS
+from klear_core.artifacts.files import DiskErrors
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import Stage
-from klear_core.errors import ArtifactError, KlearError
+from klear_core.errors import ArtifactError, KlearError, is_interrupt, reporting
 from klear_core.pipeline.graph import (
     fingerprints_of,
     open_store,
@@ -42,7 +44,7 @@ from tasks.progress import console
 from tasks.resources import no_orphans
 from tasks.stage import StageTask, in_workspace
 from tasks.stages import TASKS, failed_report, read_keys, report_failure
-from tasks.tracking import RunInfo, is_interrupt
+from tasks.tracking import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -128,11 +130,13 @@ def tracked_run(
     """
     show_core_logs()
     make_terminations_interrupts()
-    with lost_interrupts_sent_again():
+    # Also outside of stages: Prefect writes results to the workspace.
+    with lost_interrupts_sent_again(), DiskErrors(workspace_root(config.workspace)):
         if _has_server():
             return _run_with_server(config, run_stages, selection)
         if is_temporary_server(settings.PREFECT_API_URL.value() or ""):
-            record_run(_this_flow_run().id)
+            with reporting("this run will not be shown as Crashed if it is killed"):
+                record_run(_this_flow_run().id)
         return _run_selected(config, run_stages, selection)
 
 
@@ -161,6 +165,7 @@ def _run_selected(
     # Everything that can be refused is refused before the first artifact is moved and before anything is tracked.
     keys = read_keys(stage.job for stage in stages if stage.name in chosen)
     require_ready(config, chosen, again=again, keys=keys)
+    check_store(config.workspace)
     set_moved_aside(config, chosen)
     run = PipelineRun(config=config, info=_run_info(config, _this_flow_run()), stages=stages, chosen=chosen)
     if again:
@@ -174,10 +179,39 @@ def _run_selected(
     return run.result()
 
 
+def _failing_in_one_line(run: Callable[[], PipelineResult]) -> PipelineResult:
+    """Return the run's result; on a server, an error of ours is the flow's state Failed with its message.
+
+    Prefect logs an error that leaves a flow with its whole traceback. The state is logged in one line, which is enough:
+    see `_is_news`.
+    """
+    try:
+        return run()
+    except KlearError as e:
+        if not _has_server():
+            raise
+        # If a flow returns a state, Prefect uses it as the final state; a caller in this process gets the error itself.
+        return cast("PipelineResult", Failed(message=f"{type(e).__name__}: {e}", data=e))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for a traceback of a message that the run's state has: an error of ours, or a wrong parameter."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, KlearError | ParameterTypeError)
+
+
+for _name in ("prefect.flow_runs", "prefect.engine"):
+    logging.getLogger(_name).addFilter(_is_news)
+
+
 def run_label() -> str:
     """Return a name that tells runs apart, such as `laptop-seed0-gppo`; `rl-laptop-seed0-gppo` for one stage alone."""
     only = flow_run.parameters.get("only")
-    return label_of(given_config, prefix=str(only or ""))
+    return label_of(given_config, prefix=str(only or ""), profile=_profile_name())
+
+
+def _profile_name() -> str:
+    return Path(str(flow_run.parameters.get("profile") or "")).name
 
 
 def given_config() -> PipelineConfig:
@@ -186,8 +220,10 @@ def given_config() -> PipelineConfig:
     return resolve(given.get("profile"), given.get("overrides") or [], given.get("settings"))
 
 
-def label_of(config: Callable[[], PipelineConfig], *, prefix: str) -> str:
-    """Join prefix (if any), profile, seed and loss with `-`. Never raises.
+def label_of(config: Callable[[], PipelineConfig], *, prefix: str, profile: str = "") -> str:
+    """Join prefix (if any), profile, seed and loss with `-`; `profile` is its name if the settings are wrong.
+
+    Never raises.
 
     Prefect asks for the name before the run is Running: an error here would crash the process, and the run would be
     restarted. The flow itself resolves the same parameters next, and fails once with the reason.
@@ -197,7 +233,7 @@ def label_of(config: Callable[[], PipelineConfig], *, prefix: str) -> str:
         resolved = config()
         words += [resolved.name, f"seed{resolved.seed}", resolved.rl.loss.kind]
     except Exception:  # noqa: BLE001  the flow raises it again, where the user sees it
-        words.append("unresolved")
+        words += [profile, "unresolved"] if profile else ["unresolved"]
     return "-".join(words)
 
 
@@ -257,18 +293,17 @@ def reporting_failures(run: PipelineRun) -> Iterator[None]:
         if not is_interrupt(e):
             _write_failure_report(run, e)
         raise
-    failed_report(run.info).unlink(missing_ok=True)  # an earlier attempt of this flow run may have failed
+    with reporting("the report on an earlier attempt, which failed, could not be deleted"):
+        failed_report(run.info).unlink(missing_ok=True)
 
 
 def _write_failure_report(run: PipelineRun, error: Exception) -> None:
     """Write the report. Stages run in order, so the first one without an artifact is the one that failed."""
     unfinished = [stage for stage in run.stages if stage.name in run.chosen and stage.name not in run.artifacts]
     error_text = f"{type(error).__name__}: {error}"
-    try:
+    with reporting("could not write a report on this failed run"):
         file = report_failure(run.info, run.config, run.artifacts, unfinished, error_text)
         log.warning("a report on this failed run: %s", file)
-    except Exception as e:  # noqa: BLE001  an error of the report must not replace the run's error
-        log.warning("could not write a report on this failed run: %s: %s", type(e).__name__, e)
 
 
 # ---- the klear flow ----
@@ -297,10 +332,9 @@ def pipeline(
         rerun_from: Make this stage and all that depend on it again, even if nothing has changed.
         needed_by: Run only these stages and what they depend on.
     """
-    config = resolve(profile, overrides, settings)
     needed = tuple(needed_by or ())
     selection = StageSelection(only=only, from_=from_, until=until, rerun_from=rerun_from, needed_by=needed)
-    return tracked_run(config, run_stages, selection)
+    return _failing_in_one_line(lambda: tracked_run(resolve(profile, overrides, settings), run_stages, selection))
 
 
 def run_stages(run: PipelineRun) -> None:
@@ -339,7 +373,7 @@ def retrain_label() -> str:
     def config() -> PipelineConfig:
         return with_seed(given_config(), flow_run.parameters.get("seed", "fixed"), run_id=str(flow_run.id))
 
-    return label_of(config, prefix="retrain")
+    return label_of(config, prefix="retrain", profile=_profile_name())
 
 
 @flow(name="klear-retrain", flow_run_name=retrain_label, persist_result=False)
@@ -357,8 +391,12 @@ def retrain(
         overrides: Single settings that replace both, such as rl.num_steps=200.
         seed: `fixed` keeps the config's; `fresh` derives a new one for each flow run, the same if the run is retried.
     """
-    config = with_seed(resolve(profile, overrides, settings), seed, run_id=str(flow_run.id))
-    return tracked_run(config, run_stages, StageSelection())
+
+    def run() -> PipelineResult:
+        config = with_seed(resolve(profile, overrides, settings), seed, run_id=str(flow_run.id))
+        return tracked_run(config, run_stages, StageSelection())
+
+    return _failing_in_one_line(run)
 
 
 def with_seed(config: PipelineConfig, seed: Seed, *, run_id: str) -> PipelineConfig:

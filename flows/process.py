@@ -1,13 +1,22 @@
-"""Set up a command's process: Ctrl-C and SIGTERM end it with KeyboardInterrupt, and proxies leave loopback alone."""
+"""Set up a command's process: its end by Ctrl-C and SIGTERM, proxies, and the servers that it starts."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import typer
+
+from klear_core.errors import ConfigError
 
 _AGAIN_AFTER_S = 0.05
 """Seconds before an interrupt that was lost is sent again."""
@@ -88,3 +97,98 @@ def bypass_proxies_for_loopback() -> None:
     listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = dict.fromkeys([*filter(None, listed.split(",")), "127.0.0.1", "localhost"])
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)  # programs read one or the other
+
+
+# ---- servers that a command starts ----
+
+
+_RESTART_AFTER_S = 1.0
+_STABLE_S = 60.0
+"""Seconds after which a server that ends was healthy, and the longest delay of a restart."""
+_SERVER_STOP_S = 10.0
+
+
+class Supervised:
+    """A server's processes; the server is started again if it ends."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """Start it, with more variables in its environment."""
+        self._name, self._command, self._environment, self._log = name, command, environment, log
+        self._delay_s = _RESTART_AFTER_S
+        self._restart_at: float | None = None
+        self._start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process that was started is dead; processes that it has started may live."""
+        return self._process.poll() is not None
+
+    def restart_if_ended(self) -> None:
+        """Start the server again if it has ended, after a delay that grows while it ends soon after each start."""
+        now = time.monotonic()
+        if self._restart_at is not None:
+            if now >= self._restart_at:
+                self._start()
+        elif self.has_ended:
+            self.stop()  # what is left of it holds the port
+            self._delay_s = min(2 * self._delay_s, _STABLE_S) if now - self._started < _STABLE_S else _RESTART_AFTER_S
+            self._restart_at = now + self._delay_s
+            ended = f"{self._name} ended (status {self._process.returncode})"
+            typer.echo(f"{ended}; next start in {self._delay_s:.0f} s; see {self._log}", err=True)
+
+    def stop(self) -> None:
+        """End all processes of the server, also if the one that was started is dead."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + _SERVER_STOP_S
+        while time.monotonic() < deadline and not (self.has_ended and not self._signal(0)):
+            time.sleep(0.05)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _start(self) -> None:
+        self._started = time.monotonic()
+        self._restart_at = None
+        with self._log.open("ab") as out:
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                self._command,
+                stdout=out,
+                stderr=out,
+                env=os.environ | self._environment,
+                start_new_session=True,  # all its processes can be stopped, and Ctrl-C reaches only this process
+            )
+
+    def _signal(self, number: int) -> bool:
+        """Send a signal to the group; return whether the group has a process."""
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def refuse_taken_port(host: str, port: int, option: str) -> None:
+    """Raise ConfigError with the process that holds the port, or if the host is no address of this machine."""
+    with socket.socket() as probe:
+        # As the servers do: closed connections of a server that was just stopped do not count as taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as e:
+            if e.errno != errno.EADDRINUSE:
+                raise ConfigError(f"--host {host}: not an address of this machine ({e.strerror or e})") from e
+            raise ConfigError(
+                f"{option} {port}: the port is taken by {_holder_of(port)}; end that process, or choose "
+                f"another port, for example {option} {port + 1}"
+            ) from e
+
+
+def _holder_of(port: int) -> str:
+    """Return the process that listens on a port."""
+    import psutil
+
+    try:
+        listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port]
+        pid = next(c.pid for c in listening if c.pid)
+        return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})"
+    except (psutil.Error, StopIteration):
+        return "a process of another user"

@@ -18,18 +18,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.environment import LOGGERS, PipelineResult, StageSelection, page_of, prepare_environment
-from flows.servers import check_prefect, check_ray, check_tracking, is_temporary_server, own_server
+from flows.servers import check_prefect, check_ray, check_store, check_tracking, is_temporary_server, own_server
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import ReportJob, RlJob
-from klear_core.errors import ArtifactError, ConfigError, KlearError
+from klear_core.errors import ArtifactError, ConfigError, KlearError, is_interrupt, reporting
 from klear_core.pipeline.graph import fingerprints_of, open_store, set_moved_aside, stages_of, with_inputs
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.checks import require_ready
 from klear_core.scores import number
 from tasks.progress import Attempt, set_console
 from tasks.progress import Console as StageConsole
-from tasks.tracking import RunInfo, is_interrupt, report_inputs
+from tasks.tracking import RunInfo, report_inputs
 
 if TYPE_CHECKING:
     from klear_core.report.run.data import ReportInputs
@@ -61,6 +61,7 @@ def prefect_run(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunC
 
     check_prefect()
     check_tracking(workspace)
+    check_store(workspace)
     if needs_ray:
         check_ray()
     prepare_environment(workspace)
@@ -69,14 +70,17 @@ def prefect_run(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunC
 
     if server is not None:
         server.wait_until_ready()
-        close_killed_runs()
+        with reporting("runs that were killed are not shown as Crashed"):
+            close_killed_runs()
     console = RunConsole()
     set_console(console)
     try:
         yield console
     finally:
-        console.close()
-        if is_interrupt(sys.exc_info()[1]):
+        was_interrupted = is_interrupt(sys.exc_info()[1])
+        with reporting("the console could not be closed"):
+            console.close()
+        if was_interrupted:
             typer.echo("\ninterrupted; the same command goes on from here", err=True)
             raise typer.Exit(130)
 
@@ -220,7 +224,10 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the message."""
-        self._console.print(f"  [yellow]![/] {escape(record.getMessage())}", soft_wrap=True)
+        try:
+            self._console.print(f"  [yellow]![/] {escape(record.getMessage())}", soft_wrap=True)
+        except Exception:  # noqa: BLE001  logging never raises
+            self.handleError(record)
 
 
 class RunConsole(StageConsole):

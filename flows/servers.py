@@ -22,10 +22,13 @@ import typer
 from rich.console import Console
 
 from flows.environment import prepare_environment
+from flows.process import Supervised, refuse_taken_port
+from klear_core.artifacts.bucket import probe
 from klear_core.artifacts.files import file_lock
+from klear_core.artifacts.object_store import ObjectStore
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.pipeline.graph import workspace_root
+from klear_core.pipeline.graph import open_store, workspace_root
 
 if TYPE_CHECKING:
     import httpx
@@ -154,7 +157,12 @@ def check_prefect() -> None:
 
 
 def check_tracking(workspace: WorkspaceConfig) -> None:
-    """Raise ConfigError if MLflow's server does not answer, or if its database is damaged and holds runs."""
+    """Raise ConfigError if MLFLOW_TRACKING_URI cannot be used, or if MLflow's database is damaged and holds runs.
+
+    MLflow's client is opened once, whatever the scheme. Without the variable that is left to the first stage, because
+    making the workspace's database takes seconds.
+    """
+    from tasks.mlflow_backend import TRACKING_VARIABLE, check_client
     from tasks.mlflow_database import database_file, refuse_broken_with_runs
     from tasks.tracking import tracking_uri
 
@@ -162,11 +170,27 @@ def check_tracking(workspace: WorkspaceConfig) -> None:
     file = database_file(uri)
     if file is not None:
         refuse_broken_with_runs(file)
+    if not os.environ.get(TRACKING_VARIABLE):
+        return
+    remedy = f"start that server, or unset {TRACKING_VARIABLE} to track in a file of the workspace"
     if uri.startswith(("http://", "https://")):
-        remedy = "start that server, or unset MLFLOW_TRACKING_URI to track in a file of the workspace"
-        check_endpoint(
-            uri, "MLFLOW_TRACKING_URI", path="/api/2.0/mlflow/experiments/search?max_results=1", remedy=remedy
-        )
+        check_endpoint(uri, TRACKING_VARIABLE, path="/api/2.0/mlflow/experiments/search?max_results=1", remedy=remedy)
+    if file is not None:
+        check_client(uri)  # may make the file, which takes as long as it takes
+        return
+    try:
+        import mlflow  # noqa: F401  takes seconds on a busy machine, which are not the server's
+
+        _within_limit(partial(check_client, uri), f"{TRACKING_VARIABLE}: MLflow's client")
+    except TimeoutError as e:
+        raise ConfigError(f"{TRACKING_VARIABLE}: MLflow's client gets no answer ({e}); {remedy}") from e
+
+
+def check_store(workspace: WorkspaceConfig) -> None:
+    """Raise ConfigError or ResourceError unless the shared store, if there is one, takes an object and gives it back."""
+    store = open_store(workspace)
+    if isinstance(store, ObjectStore):
+        probe(store.bucket)
 
 
 def check_ray() -> None:
@@ -258,7 +282,9 @@ def _reason(error: Exception) -> str:
 # ---- klear ui ----
 
 
+_LOOPBACK, _ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"  # noqa: S104
 _PAGES_START_S = 120.0
+_LOOK_AFTER_S = 0.5
 SURVIVES_RESTARTS = {
     # A run under a concurrency limit renews a lease every 225 s. By default leases are in the server's memory, so after
     # a restart every such run ends itself. With leases in files and the repossessor on, a run still ends itself if its
@@ -269,49 +295,54 @@ SURVIVES_RESTARTS = {
 """Settings of Prefect's server, unless the user has set them; for other servers see infra/prefect/README.md."""
 
 
-def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
-    """Start both servers on loopback, print their addresses, and stop them on Ctrl-C or when one exits.
+def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int, host: str = _LOOPBACK) -> None:
+    """Start both servers, print their addresses, restart one that ends, and stop them on Ctrl-C.
 
     If MLFLOW_TRACKING_URI names a server, runs are tracked there and only Prefect's is started.
     """
     from tasks.mlflow_backend import without_password
     from tasks.mlflow_database import database_file, ensure_database
+    from tasks.resources import no_orphans
     from tasks.tracking import tracking_uri
 
+    if host != _LOOPBACK:
+        _warn_of_visitors(host, prefect_port, mlflow_port)
     if not root.is_dir():
-        raise ConfigError(
-            f"--root {root}: no such workspace; run something first, for example: klear run configs/laptop"
-        )
+        typer.echo(f"{root}: nothing has run there yet; the pages fill as soon as something does")
     workspace = WorkspaceConfig(root=str(root))
     prepare_environment(workspace)
     store = tracking_uri(workspace)
     file = database_file(store)
     if file is not None:
         ensure_database(file)  # MLflow's server would create it in place, and leave it incomplete if stopped meanwhile
-    wanted = (
-        [_prefect(prefect_port)] if store.startswith("http") else [_prefect(prefect_port), _mlflow(mlflow_port, store)]
-    )
-    running: list[subprocess.Popen[bytes]] = []
-    try:
+    is_elsewhere = store.startswith("http")
+    wanted = [_prefect(host, prefect_port)] + ([] if is_elsewhere else [_mlflow(host, mlflow_port, store)])
+    for server in wanted:
+        refuse_taken_port(server.host, server.port, f"--{server.module}-port")
+    with no_orphans(), ExitStack() as stopped:  # no server survives this process, even if it is killed
+        running = []
         for server in wanted:
-            _refuse_taken_port(server)
-            running.append(_start(server, root / server.log))
-        for server, process in zip(wanted, running, strict=True):
-            _wait_for(server, process, root / server.log)
-        lines = [
-            f"Prefect  {wanted[0].url}",
-            f"MLflow   {without_password(store) if len(wanted) == 1 else runs_page(wanted[1].url)}",
-        ]
+            log = root / f"{server.module}-server.log"
+            running.append(Supervised(server.name, server.command, server.environment, log))
+            stopped.callback(running[-1].stop)
+        prefect, *others = (_wait_for(server, each) for server, each in zip(wanted, running, strict=True))
+        mlflow = others[0] if others else ""
+        pages = without_password(store) if is_elsewhere else (mlflow and runs_page(mlflow))
+        lines = [f"Prefect  {prefect or 'does not answer yet'}", f"MLflow   {pages or 'does not answer yet'}"]
         Console(soft_wrap=True).print("\n".join([*lines, "Ctrl-C stops what was started here."]))
-        while all(process.poll() is None for process in running):
-            time.sleep(0.5)
-        dead = ", ".join(
-            server.name for server, process in zip(wanted, running, strict=True) if process.poll() is not None
-        )
-        raise ResourceError(f"{dead} ended unexpectedly; see the *-server.log files in {root}")
-    finally:
-        for process in running:
-            _stop(process)
+        while True:
+            for each in running:
+                each.restart_if_ended()
+            time.sleep(_LOOK_AFTER_S)
+
+
+def _warn_of_visitors(host: str, *ports: int) -> None:
+    tunnel = " ".join(f"-L {port}:127.0.0.1:{port}" for port in ports)
+    typer.echo(
+        f"warning: --host {host}: whoever reaches this machine can read, change and start runs, for these servers ask "
+        f"for no password. Without --host, reach them through: ssh -N {tunnel} {socket.gethostname()}",
+        err=True,
+    )
 
 
 def runs_page(mlflow: str, transport: httpx.BaseTransport | None = None) -> str:
@@ -337,7 +368,7 @@ def runs_page(mlflow: str, transport: httpx.BaseTransport | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Server:
-    """Command, port, environment and health path of one server."""
+    """Command, address, environment and health path of one server."""
 
     name: str
     module: str
@@ -345,85 +376,78 @@ class _Server:
     options: tuple[str, ...]
     environment: dict[str, str]
     health: str
+    host: str = _LOOPBACK
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """Its address for a person; that of this machine if it listens on all of them."""
+        return f"http://{_shown(self.host)}:{self.port}"
 
     @property
-    def log(self) -> str:
-        return f"{self.module}-server.log"
+    def command(self) -> list[str]:
+        """The command that runs it in the foreground."""
+        address = ("--host", self.host, "--port", str(self.port))
+        return [sys.executable, "-m", self.module, "server", *self.options, *address]
 
 
-def prefect_environment(port: int) -> dict[str, str]:
+def _shown(host: str) -> str:
+    return socket.gethostname() if host == _ALL_ADDRESSES else host
+
+
+def prefect_environment(port: int, host: str = _LOOPBACK) -> dict[str, str]:
     """Return the environment variables of Prefect's server."""
     kept = {name: os.environ.get(name, value) for name, value in SURVIVES_RESTARTS.items()}
-    return kept | {"PREFECT_SERVER_API_PORT": str(port)}  # the UI reads the API's address from the settings
+    # The UI reads the API's address from the settings; a browser cannot use the address 0.0.0.0.
+    api = {"PREFECT_SERVER_UI_API_URL": f"http://{_shown(host)}:{port}/api"} if host != _LOOPBACK else {}
+    return kept | {"PREFECT_SERVER_API_PORT": str(port)} | api
 
 
-def _prefect(port: int) -> _Server:
-    environment = prefect_environment(port)
+def _prefect(host: str, port: int) -> _Server:
+    environment = prefect_environment(port, host)
     return _Server(
-        name="Prefect", module="prefect", port=port, options=("start",), environment=environment, health="/api/health"
+        name="Prefect",
+        module="prefect",
+        port=port,
+        options=("start",),
+        environment=environment,
+        health="/api/health",
+        host=host,
     )
 
 
-def _mlflow(port: int, store: str) -> _Server:
+def _mlflow(host: str, port: int, store: str) -> _Server:
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # job execution costs eight processes and 2 GB
-    options = ("--workers", "1", "--backend-store-uri", store)
+    options: tuple[str, ...] = ("--workers", "1", "--backend-store-uri", store)
+    if host != _LOOPBACK:
+        # By default MLflow answers to addresses of private networks, but not to names.
+        names = dict.fromkeys((_shown(host), host, "localhost", _LOOPBACK))
+        hosts = ",".join(f"{name}:*" for name in names)
+        options += ("--allowed-hosts", hosts, "--cors-allowed-origins", f"http://{_shown(host)}:{port}")
     return _Server(
-        name="MLflow", module="mlflow", port=port, options=options, environment=environment, health="/health"
+        name="MLflow",
+        module="mlflow",
+        port=port,
+        options=options,
+        environment=environment,
+        health="/health",
+        host=host,
     )
 
 
-def _start(server: _Server, log: Path) -> subprocess.Popen[bytes]:
-    """Start a server in its own session: all its processes can be stopped, and Ctrl-C reaches only this process."""
-    address = ("--host", "127.0.0.1", "--port", str(server.port))
-    command = [sys.executable, "-m", server.module, "server", *server.options, *address]
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            command, stdout=out, stderr=out, env=os.environ | server.environment, start_new_session=True
-        )
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is not None:
-        return
-    os.killpg(server.pid, signal.SIGTERM)
-    try:
-        server.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def _wait_for(server: _Server, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_for(server: _Server, process: Supervised) -> str:
+    """Return the server's address once it answers; empty if it ends first, or does not answer for two minutes."""
     import httpx
 
     deadline = time.monotonic() + _PAGES_START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ResourceError(f"{server.name} did not start (exit status {process.returncode}); see {log}")
+    own = f"http://{_LOOPBACK if server.host == _ALL_ADDRESSES else server.host}:{server.port}"
+    while time.monotonic() < deadline and not process.has_ended:
         try:
-            if httpx.get(server.url + server.health, timeout=2).is_success:
-                return
+            if httpx.get(own + server.health, timeout=2).is_success:
+                return server.url
         except httpx.TransportError:
             pass  # not listening yet
         time.sleep(0.5)
-    raise ResourceError(f"{server.name} did not answer at {server.url} within {_PAGES_START_S:.0f} s; see {log}")
-
-
-def _refuse_taken_port(server: _Server) -> None:
-    with socket.socket() as probe:
-        # As the servers do: closed connections of a server that was just stopped do not count as taken.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", server.port))
-        except OSError as e:
-            option = f"--{server.module}-port"
-            raise ConfigError(
-                f"{option} {server.port}: the port is taken; choose another, for example {option} {server.port + 1}"
-            ) from e
+    return ""
 
 
 if __name__ == "__main__":

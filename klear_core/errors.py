@@ -1,10 +1,11 @@
-"""Define the exceptions that users see, as one tree.
+"""Define the exceptions that users see, as one tree, and keep errors of reporting away from them.
 
 KlearError
 ├── ConfigError(ValueError)        a setting is wrong; retrying cannot help
 ├── DataError(ValueError)          a source row, benchmark or trace cannot be used
 ├── ArtifactError                  something stored is missing or altered
 ├── ResourceError                  disk, memory, GPU or Ray cannot give what was asked
+│   └── DiskFullError              no space left; somebody must free some before another attempt
 ├── SandboxError                   isolation is weaker than configured; nothing is run
 ├── JudgeError                     too many answers could not be judged; scores would be noise
 ├── RewardError                    a reward of the user's own fails too often
@@ -13,6 +14,15 @@ KlearError
 
 An error with `is_permanent` would fail again: it is not retried.
 """
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+log = logging.getLogger(__name__)
 
 
 class KlearError(Exception):
@@ -41,6 +51,12 @@ class ResourceError(KlearError):
     """The machine or cluster cannot provide what a stage needs."""
 
 
+class DiskFullError(ResourceError):
+    """A disk is full; the message names the file, the free space and the remedy."""
+
+    is_permanent = True
+
+
 class SandboxError(KlearError):
     """The sandbox does not isolate as configured; nothing untrusted was run."""
 
@@ -64,3 +80,41 @@ class TeacherError(KlearError):
 
 class TrainingError(KlearError):
     """Training stopped: too many non-finite steps, a stall, or a lost worker."""
+
+
+# ---- steps that only report ----
+
+
+@contextmanager
+def reporting(failure: str, *, level: int = logging.WARNING) -> Iterator[None]:
+    """Log an error of the block, after the words `failure`, instead of raising it.
+
+    For records, summaries, heartbeats and whatever else only reports: it must neither end a run nor replace the error
+    that it reports on. Interrupts pass.
+    """
+    before = sys.exc_info()[1]
+    try:
+        yield
+    except Exception as e:
+        # Native code turns Ctrl-C into a SystemError. One that is reported on here is no new interrupt.
+        if is_interrupt(e) and not is_interrupt(before):
+            raise
+        with suppress(Exception):  # the log may go to the disk, terminal or server that has failed
+            log.log(level, "%s: %s: %s", failure, type(e).__name__, e)
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Return whether the error is a KeyboardInterrupt, or one is in its chain of causes and contexts.
+
+    Native code turns an exception raised inside it into a SystemError.
+    """
+    return any(isinstance(e, KeyboardInterrupt) for e in chain_of(error))
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error, its cause or else its context, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from klear_core.artifacts.files import says_disk_full
 from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.errors import reporting
 from klear_core.metrics import METRICS_FILE, parse_row
 from tasks.mlflow_backend import (
     MAX_POINTS_PER_REQUEST,
@@ -53,6 +55,8 @@ class Connection:
         self.limits = limits
         self.undelivered = undelivered
         self.server = server
+        self.failure = "did not answer"
+        """The last failure in a few words, for a note on what MLflow lacks."""
         self._retry_at = 0.0
         self._is_down = False
 
@@ -65,11 +69,17 @@ class Connection:
         """Allow the next attempt, however recent the last failure is."""
         self._retry_at = 0.0
 
-    def mark_unreachable(self, why: str) -> None:
-        """Record that MLflow does not answer, and warn once per outage."""
+    def mark_unreachable(self, error: Unreachable | OSError) -> None:
+        """Record that MLflow does not answer or cannot be written to, and warn once per outage."""
+        # A file does not answer either; what fails there is this machine's disk.
+        is_full = says_disk_full(error)
+        is_local = is_full or self.server.startswith("/")
+        self.failure = "could not be written to" if is_local else "did not answer"
         if not self._is_down:
+            state = "cannot be written to" if is_local else "does not answer"
+            reason = "no space left on the disk" if is_full else error
             log.warning(
-                "MLflow at %s does not answer (%s); the run goes on, and its records are sent later", self.server, why
+                "MLflow at %s %s (%s); the run goes on, and its records are sent later", self.server, state, reason
             )
         self._is_down, self._retry_at = True, time.monotonic() + self.limits.retry_every_s
 
@@ -91,7 +101,7 @@ class Connection:
             try:
                 _deliver(self.backend, record, current_run=current_run)
             except Unreachable as e:
-                self.mark_unreachable(str(e))
+                self.mark_unreachable(e)
                 return
             except Refused as e:
                 # It is dropped below, because it would be refused each time.
@@ -139,7 +149,7 @@ class StageRun:
             return ""
         unsent = f"{num_unsent} metric values" if num_unsent else "the records of this stage"
         return (
-            f"MLflow at {self._connection.server} did not answer: a later run sends {unsent}; "
+            f"MLflow at {self._connection.server} {self._connection.failure}: a later run sends {unsent}; "
             f"all metrics are in {METRICS_FILE}"
         )
 
@@ -153,7 +163,8 @@ class StageRun:
         # The thread may be in a request that MLflow does not answer; the stage does not wait for it without end.
         if self._sending.acquire(timeout=self._limits.close_timeout_s):
             try:
-                self._send()
+                with reporting("MLflow lacks records of this stage"):
+                    self._send()
             finally:
                 self._sending.release()
 
@@ -167,7 +178,8 @@ class StageRun:
         self._stop.set()
         self._thread.join(self._limits.close_timeout_s)
         record = self._record.model_copy(update={"status": status, "ended_ms": now_ms()})
-        self._connection.undelivered.save(record)  # save before sending: a kill from here on loses nothing
+        with reporting(f"the record of {record.stage} is not kept for a later run"):
+            self._connection.undelivered.save(record)  # save before sending: a kill from here on loses nothing
         if self._thread.is_alive():
             return  # the thread still waits for a request that MLflow has not answered
         self.flush()
@@ -176,7 +188,7 @@ class StageRun:
         try:
             _end_run(self._connection.backend, self._opened, record)
         except Unreachable as e:
-            self._connection.mark_unreachable(str(e))
+            self._connection.mark_unreachable(e)
         except Refused as e:
             log.warning("MLflow could not mark the run of %s as ended: %s", record.stage, e)
         else:
@@ -184,11 +196,15 @@ class StageRun:
 
     def _send_until_stopped(self) -> None:
         while not self._stop.wait(self._limits.flush_every_s):
-            with self._sending:
-                has_sent = self._send()
-            if has_sent and self._may_have_backlog:
-                self._may_have_backlog = False
-                self._connection.deliver_waiting(current_run=self._record.run_id, except_stage=self._record.stage)
+            with reporting("MLflow lacks records of this stage"):
+                self._send_all()
+
+    def _send_all(self) -> None:
+        with self._sending:
+            has_sent = self._send()
+        if has_sent and self._may_have_backlog:
+            self._may_have_backlog = False
+            self._connection.deliver_waiting(current_run=self._record.run_id, except_stage=self._record.stage)
 
     def _send(self) -> bool:
         """Open the run if it is not open, and send the metrics that MLflow lacks; return whether MLflow took them."""
@@ -204,7 +220,7 @@ class StageRun:
                 self._opened = opened
             self._metrics.send(backend, self._opened.run_id)
         except (Unreachable, OSError) as e:  # an OSError is one of reading the metrics file, which the message names
-            self._connection.mark_unreachable(str(e))
+            self._connection.mark_unreachable(e)
             self._may_have_backlog = True
             return False
         except Refused as e:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from klear_core.artifacts.files import file_lock
+from klear_core.artifacts.files import file_lock, says_disk_full
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, ArtifactRef, InputRecord
 from klear_core.config.settings import Settings
+from klear_core.errors import ConfigError, KlearError
 from tasks.mlflow_database import database_file, ensure_database
 
 if TYPE_CHECKING:
@@ -113,8 +114,8 @@ def server_name(uri: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """Return the text with user names and passwords removed from the URLs in it."""
-    return re.sub(r"://[^/@\s]+@", "://", text)
+    """Return the text with user names, passwords and the queries that may hold them removed from the URLs in it."""
+    return re.sub(r"://[^/@\s]+@", "://", re.sub(r"(://[^\s?]*)\?[^\s'\"]*", r"\1", text))
 
 
 # ---- client ----
@@ -135,16 +136,38 @@ def lock_of(workspace: Path) -> Path:
 
 @cache
 def mlflow_client(uri: str) -> MlflowClient:
-    """Return a client of tracking and registry. ConfigError if the URI is a database that cannot be used."""
+    """Return a client of tracking and registry. ConfigError if MLflow cannot use the URI."""
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
-    file = database_file(uri)
-    if file is not None:
-        ensure_database(file)
-    from mlflow import MlflowClient
+    with _refused(uri):
+        file = database_file(uri)
+        if file is not None:
+            ensure_database(file)
+        from mlflow import MlflowClient
 
-    for noisy in ("mlflow", "alembic"):  # after the import, which sets levels itself
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+        for noisy in ("mlflow", "alembic"):  # after the import, which sets levels itself
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def check_client(uri: str) -> None:
+    """Ask the server or database one question. ConfigError if MLflow cannot use the URI or is refused."""
+    with _refused(uri):
+        mlflow_client(uri).search_experiments(max_results=1)
+
+
+@contextmanager
+def _refused(uri: str) -> Iterator[None]:
+    """Translate errors to ConfigError; a full disk and our own errors pass. Drivers of databases have own types."""
+    try:
+        yield
+    except KlearError:
+        raise
+    except Exception as e:
+        if says_disk_full(e):
+            raise
+        shown = without_password(uri)
+        where = f"{TRACKING_VARIABLE} = {shown}" if os.environ.get(TRACKING_VARIABLE) else f"MLflow's database {shown}"
+        raise ConfigError(f"{where}: cannot be used: {type(e).__name__}: {_first_line(e)}") from e
 
 
 class MlflowBackend:

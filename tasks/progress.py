@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from uuid import UUID
 
 from klear_core.artifacts.manifest import ArtifactRef, Manifest
+from klear_core.errors import reporting
 from tasks.mlflow_backend import without_password
 from tasks.tracking import RunInfo
 
@@ -48,13 +49,40 @@ class Console:
         """Show that the running stage failed; it is retried if `attempt.next_in_s` is not None."""
 
 
+class _Reporting(Console):
+    """Passes all calls to another console, whose errors (a closed terminal) neither end a stage nor hide its error."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def stage_started(self, stage: str, *, attempt: int) -> None:
+        """Pass it on."""
+        with reporting(f"the start of {stage} could not be shown"):
+            self._console.stage_started(stage, attempt=attempt)
+
+    def stage_progress(self, stage: str, done: int, total: int, note: str) -> None:
+        """Pass it on."""
+        with reporting(f"the progress of {stage} could not be shown", level=logging.DEBUG):
+            self._console.stage_progress(stage, done, total, note)
+
+    def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
+        """Pass it on."""
+        with reporting(f"the end of {stage} could not be shown"):
+            self._console.stage_done(stage, ref, was_reused=was_reused, wall_s=wall_s)
+
+    def stage_failed(self, stage: str, error: BaseException, attempt: Attempt) -> None:
+        """Pass it on."""
+        with reporting(f"the failure of {stage} could not be shown"):
+            self._console.stage_failed(stage, error, attempt)
+
+
 _console = Console()
 
 
 def set_console(console: Console) -> None:
     """Show the stages of this process on `console`."""
     global _console  # noqa: PLW0603  a process has one terminal
-    _console = console
+    _console = _Reporting(console)
 
 
 def console() -> Console:

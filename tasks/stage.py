@@ -17,16 +17,17 @@ from prefect.context import TaskRunContext
 from prefect.tasks import exponential_backoff
 from pydantic import ValidationError
 
+from klear_core.artifacts.files import says_disk_full
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest, StageSummary
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import Job
-from klear_core.errors import KlearError
+from klear_core.errors import KlearError, is_interrupt, reporting
 from klear_core.metrics import METRICS_FILE, MetricsFile, finite
 from klear_core.pipeline.graph import artifact_id, input_records, open_store, workspace_root
 from tasks import tracking
 from tasks.progress import Attempt, PrefectProgress, artifact_of_current_run, console, show_in_prefect
-from tasks.tracking import RunInfo, code_commit, is_interrupt, versions
+from tasks.tracking import RunInfo, code_commit, versions
 
 if TYPE_CHECKING:
     from klear_core.artifacts.store import LocalSlot
@@ -104,11 +105,13 @@ class StageTelemetry:
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Show `done` of `total` units on the console and in Prefect."""
         console().stage_progress(self.stage, done, total, note)
-        self._prefect.update(done, total, note)
+        with reporting(f"the progress of {self.stage} is not shown in Prefect", level=logging.DEBUG):
+            self._prefect.update(done, total, note)
 
     def close(self, *, is_done: bool) -> None:
         """Show in Prefect how the stage ended."""
-        self._prefect.close(is_done=is_done)
+        with reporting(f"the end of {self.stage} is not shown in Prefect"):
+            self._prefect.close(is_done=is_done)
 
 
 def _build(info: RunInfo, job: Job, inputs: Inputs, body: StageBody, slot: LocalSlot) -> ArtifactRef:
@@ -122,7 +125,8 @@ def _build(info: RunInfo, job: Job, inputs: Inputs, body: StageBody, slot: Local
         manifest = _manifest(info, job, slot, records, summary, run=run, wall_s=wall_s)
         ref = slot.publish(manifest)
         run.set_artifact(ref)
-    show_in_prefect(info, manifest, ref)
+    with reporting(f"the summary of {info.stage} is not shown in Prefect"):
+        show_in_prefect(info, manifest, ref)
     return ref
 
 
@@ -245,7 +249,7 @@ def this_attempt(error: BaseException) -> Attempt:
 
 
 def _may_pass(error: object) -> bool:
-    if isinstance(error, BaseException) and is_interrupt(error):
+    if isinstance(error, BaseException) and (is_interrupt(error) or says_disk_full(error)):
         return False
     if isinstance(error, KlearError):
         return not error.is_permanent

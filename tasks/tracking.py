@@ -28,7 +28,7 @@ from klear_core.artifacts.manifest import ArtifactRef, InputRecord, read_manifes
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import Settings, leaves_of, result_settings
 from klear_core.config.stage import Job, ReportJob
-from klear_core.errors import ConfigError
+from klear_core.errors import ConfigError, reporting
 from klear_core.metrics import read_metrics
 from klear_core.pipeline.graph import stages_of, workspace_root
 from klear_core.pipeline.preflight.checks import given_contamination
@@ -87,7 +87,9 @@ def stage_run(
     finally:
         if run.parent_id:
             _parents[uri, info.run_id] = run.parent_id
-        run.end(status_now())
+        status = status_now()
+        with reporting(f"the end of {info.stage} could not be recorded for MLflow"):
+            run.end(status)
 
 
 def status_now() -> RunStatus:
@@ -105,6 +107,11 @@ def parent_run_id(info: RunInfo) -> str | None:
 
 def end_pipeline(info: RunInfo, status: RunStatus) -> None:
     """Close the pipeline's run if a stage opened it or left a record, and log what MLflow has not received."""
+    with reporting("the end of this run could not be recorded for MLflow"):
+        _end_pipeline(info, status)
+
+
+def _end_pipeline(info: RunInfo, status: RunStatus) -> None:
     record = _record_of(info).model_copy(update={"status": status, "ended_ms": now_ms()})
     root = workspace_root(info.workspace)
     undelivered = _undelivered(root)
@@ -239,21 +246,6 @@ def _git(*args: str) -> str:
     return subprocess.run(
         ["git", "-C", str(_CODE), *args], capture_output=True, text=True, check=True, timeout=10
     ).stdout
-
-
-# ---- interrupts ----
-# Native code turns an exception raised inside it into a SystemError.
-
-
-def is_interrupt(error: BaseException | None) -> bool:
-    """Return whether the error is a KeyboardInterrupt, or one is in its chain of causes and contexts."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
 
 
 # ---- input of the report and of the terminal's result ----

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from klear_core.artifacts.files import DISK_FULL
-from klear_core.errors import ConfigError, KlearError, ResourceError
+from klear_core.errors import ConfigError, ResourceError, reporting
 from klear_core.metrics import made_progress
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Bucket:
             return ConfigError(f"{where}: no credentials; {remedy}")
         if isinstance(e, PermissionError):
             return ConfigError(f"{where}: access denied; the credentials may not read and write there")
-        if isinstance(e, FileNotFoundError):
+        if isinstance(e, FileNotFoundError | NotADirectoryError):
             return ConfigError(f"{where}: no such bucket or folder")
         if kinds.intersection(_NO_CONNECTION) or isinstance(e, ConnectionError | socket.gaierror | TimeoutError):
             return ResourceError(f"{where}: cannot be reached ({type(e).__name__})")
@@ -378,11 +378,9 @@ def lease(bucket: Bucket, key: str, times: LeaseTimes, *, node: str, on_wait: Ca
     finally:
         stop.set()
         beat.join()
-        try:
+        # The artifact may be sealed by now.
+        with reporting(f"the lease {term} could not be given back, and ends after {times.expiry_s:g} s"):
             bucket.write(term, _RELEASED)
-        except (KlearError, OSError) as e:
-            # The artifact may be sealed by now, and an error of the block itself must not be lost.
-            log.warning("the lease %s could not be given back, and ends after %g s: %s", term, times.expiry_s, e)
 
 
 def _take(bucket: Bucket, key: str, times: LeaseTimes, node: str, on_wait: Callable[[str], None]) -> str:
@@ -420,11 +418,9 @@ def _next_term(bucket: Bucket, key: str, terms: list[str], node: str) -> str:
 
 def _keep(bucket: Bucket, term: str, times: LeaseTimes, node: str, stop: threading.Event) -> None:
     while not stop.wait(times.expiry_s / _BEATS_PER_EXPIRY):
-        try:
+        # Losing the lease costs a second build, never a second artifact: sealing is conditional.
+        with reporting(f"the lease {term} could not be renewed"):
             bucket.write(term, _beat(node))
-        except (KlearError, OSError) as e:
-            # Losing the lease costs a second build, never a second artifact: sealing is conditional.
-            log.warning("the lease %s could not be renewed: %s", term, e)
 
 
 def _beat(node: str) -> bytes:

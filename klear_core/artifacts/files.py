@@ -17,11 +17,13 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from klear_core.errors import ConfigError, ResourceError
+from klear_core.errors import ConfigError, DiskFullError, KlearError, chain_of
 
 _HASH_THREADS = 8  # a thread hashes about 1 GB a second, so that 8 are as fast as a local disk
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""
+_DISK_FULL_TEXTS = (*(os.strerror(code) for code in DISK_FULL), "database or disk is full")
+"""The system's texts, and SQLite's."""
 _held_locks: set[int] = set()
 
 
@@ -119,7 +121,7 @@ def file_lock(path: Path, *, on_wait: Callable[[str], None], notify_after_s: flo
 
 
 class DiskErrors:
-    """Context manager that turns a full disk, whichever library met it, into a ResourceError with numbers and a fix."""
+    """Context manager that turns a full disk, whichever library met it, into a DiskFullError with numbers and a fix."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -132,26 +134,34 @@ class DiskErrors:
     ) -> None:
         """Translate an error caused by a full disk; let any other through."""
         # A block within this one may have translated it already.
-        if error is None or isinstance(error, ResourceError) or not _says_disk_full(error):
+        if error is None or isinstance(error, DiskFullError) or not says_disk_full(error):
             return
-        usage = shutil.disk_usage(next(p for p in (self.path, *self.path.parents) if p.exists()))
         # an OSError names the file, other libraries' errors do not
-        where = getattr(error, "filename", None) or self.path
-        raise ResourceError(
+        where = Path(getattr(error, "filename", None) or self.path)
+        usage = shutil.disk_usage(next(p for p in (where, *where.absolute().parents) if p.exists()))
+        raise DiskFullError(
             f"{where}: no space left on the disk ({usage.free / 1e6:.0f} MB free of {usage.total / 1e9:.1f} GB). "
             "Free some, or point workspace.root at a bigger disk; "
             "then run the same command again: what was done is kept"
         ) from error
 
 
-def _says_disk_full(error: BaseException) -> bool:
+def says_disk_full(error: BaseException) -> bool:
     """Return whether a full disk caused the error.
 
-    Torch and safetensors raise their own types for a failed write, with the system's message inside.
+    Torch, safetensors and databases raise their own types for a failed write, with the system's message inside.
     """
+    if not isinstance(error, Exception):
+        return False  # Ctrl-C while an error of the disk was handled
+    # What one of our own errors was raised after is no reason for it; what it was raised from is.
+    chain = (error, *chain_of(error.__cause__)) if isinstance(error, KlearError) else chain_of(error)
+    return any(_is_disk_full(e) for e in chain)
+
+
+def _is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return True
-    return isinstance(error, Exception) and any(os.strerror(code) in str(error) for code in DISK_FULL)
+    return any(text in str(error) for text in _DISK_FULL_TEXTS)
 
 
 def _wait_for_lock(fd: int, on_wait: Callable[[str], None], notify_after_s: float) -> None:

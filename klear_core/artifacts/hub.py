@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from klear_core.artifacts.files import DISK_FULL, hash_all
+from klear_core.artifacts.files import hash_all, says_disk_full
 from klear_core.config.data import HubRuntime
 from klear_core.errors import ConfigError, DataError, ResourceError
 
@@ -232,7 +232,7 @@ def _hub_errors(repo: HubFiles, *, if_unreachable: type[ConfigError | ResourceEr
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as e:
         raise ConfigError(f"{repo}: the Hub has no such {repo.type} or commit, or shows it to members only") from e
     except (OSError, http_error) as e:
-        if isinstance(e, OSError) and e.errno in DISK_FULL:
+        if says_disk_full(e):
             raise  # the stage says what to do
         command = f"hf download {repo.repo} {'--repo-type dataset ' if is_dataset else ''}--revision {repo.revision}"
         by_path = "kind = 'file'" if is_dataset else "its path"

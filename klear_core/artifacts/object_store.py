@@ -33,7 +33,7 @@ from klear_core.artifacts.manifest import (
     read_manifest,
 )
 from klear_core.artifacts.object_cache import ObjectCache, object_key, set_object_aside
-from klear_core.artifacts.shared import WorkdirSync, node_id, write_shared
+from klear_core.artifacts.shared import WorkdirSync, finish_work, node_id, write_shared
 from klear_core.artifacts.store import ATTEMPTS, CheckedBy, LocalSlot, LocalStore
 from klear_core.errors import ArtifactError
 
@@ -237,6 +237,10 @@ class ObjectStore(LocalStore):
 
     def _work(self, kind: str, fingerprint: str) -> WorkdirSync:
         return WorkdirSync(self.bucket, self.workdir(kind, fingerprint), node=node_id(self.root))
+
+    def end_copies(self, workdir: Path) -> None:
+        """Copy nothing more of the folder, whose files are about to move."""
+        finish_work(workdir)
 
     def _note_shared(self) -> None:
         write_shared(self.root, self.bucket.url)

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from pathlib import Path
 from klear_core.artifacts.bucket import Bucket, transfer_all
 from klear_core.artifacts.files import file_lock, sha256_of
 from klear_core.artifacts.store import BUILDING, SCRATCH, SHARED
-from klear_core.errors import ArtifactError, KlearError
+from klear_core.errors import ArtifactError, reporting
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ _MARKER = "shared"
 _BEGAN = "began"
 """File beside a working folder, touched when a pass begins: older files are complete. It gives the time by the clock
 of the file system, which also stamps the other files; that of this machine may be another."""
+_TICK_S, _MOST_TICKS = 0.002, 1000
 _SENT_SCRATCH = "shown"
 """The only scratch folder that is sent: answers of earlier RL steps, which no input or checkpoint can restore."""
 _NOT_SENT = ("model", "adapter", "optimizer", "state", "unfinished")
@@ -158,6 +160,8 @@ class WorkdirSync:
         self._seen: dict[str, _Seen] = {}
         """Files of the last index that this process has written."""
         self._attempt = 1
+        self._stop = threading.Event()
+        self._sending = threading.Lock()  # the timer's thread and the stage's both send
 
     def restore(self, attempt: int) -> int:
         """Put the newest work into the working folder, this node's or another's; return this attempt's number.
@@ -189,33 +193,44 @@ class WorkdirSync:
 
     @contextmanager
     def kept(self, every_s: float) -> Iterator[None]:
-        """Send passes during the block, and a last one if the working folder is still there after it."""
-        stop = threading.Event()
+        """Send passes during the block, and a last one after it, unless the folder is published by then."""
 
         def keep() -> None:
-            while not stop.wait(every_s):
+            while not self._stop.wait(every_s):
                 self._try_send()
 
         thread = threading.Thread(target=keep, name="unfinished work to the store", daemon=True)
+        _kept[self._workdir] = self
         thread.start()
         try:
             yield
         finally:
-            stop.set()
-            thread.join()
             self._try_send()
+            self._stop.set()
+            thread.join()
+            _kept.pop(self._workdir, None)
+
+    def finish(self) -> None:
+        """Send nothing from now on; return after a pass that is under way."""
+        with self._sending:
+            self._stop.set()
 
     def send(self) -> None:
         """Send what was written since the last pass.
 
         If a stage writes one file after another, the copy never has the later one alone: files that are written during
-        a pass are left to the next pass.
+        a pass are left to the next pass. All that was written before the call is sent.
         """
-        began = self._workdir.parent / _BEGAN
-        began.touch()
-        before_ns = began.stat().st_mtime_ns
+        with self._sending:
+            if self._workdir.is_dir() and not self._stop.is_set():
+                self._send()
+
+    def _send(self) -> None:
+        before_ns = self._begin()
         found: dict[str, _Seen] = {}
-        for path in sorted(self._workdir.rglob("*")):
+        # `os.walk` passes over folders that are deleted meanwhile.
+        walked = os.walk(self._workdir)
+        for path in sorted(Path(parent, file) for parent, _, files in walked for file in files):
             name = path.relative_to(self._workdir).as_posix()
             if _is_sent(name) and path.is_file():
                 seen = self._send_file(path, name, before_ns)
@@ -238,13 +253,21 @@ class WorkdirSync:
         self._files.delete()
 
     def _try_send(self) -> None:
-        if not self._workdir.is_dir():
-            return
-        try:
+        # the stage itself can continue, and the next pass sends these files
+        with reporting("unfinished work could not be copied to the store"):
             self.send()
-        except (KlearError, OSError) as e:
-            # the stage itself can continue, and the next pass sends these files
-            log.warning("unfinished work could not be copied to the store: %s", e)
+
+    def _begin(self) -> int:
+        """Return a time by the file system's clock, later than that of any file written before."""
+        began = self._workdir.parent / _BEGAN
+        began.touch()
+        called_ns = began.stat().st_mtime_ns
+        for _ in range(_MOST_TICKS):
+            if began.stat().st_mtime_ns > called_ns:
+                break
+            time.sleep(_TICK_S)  # the clock goes in steps of some milliseconds
+            began.touch()
+        return began.stat().st_mtime_ns
 
     def _send_file(self, path: Path, name: str, before_ns: int) -> _Seen | None:
         """Send a file unless the last pass did; None if it is too new or gone, its former version if it is too new."""
@@ -277,6 +300,26 @@ class WorkdirSync:
 
     def _file_key(self, sha256: str) -> str:
         return self._files.key(f"files/{sha256}")
+
+
+_kept: dict[Path, WorkdirSync] = {}
+"""Copies of the working folders of the stages that run in this process."""
+
+
+def send_work(path: Path) -> None:
+    """Send the working folder that has `path` to the shared store, if there is one and the stage runs in this process.
+
+    A loop calls this before a checkpoint: whoever continues from it has the metrics and answers of all steps it counts.
+    """
+    for workdir, work in list(_kept.items()):
+        if path.absolute().is_relative_to(workdir):
+            work.send()
+
+
+def finish_work(workdir: Path) -> None:
+    """Send nothing of a working folder from now on: it is about to be published."""
+    if workdir.absolute() in _kept:
+        _kept[workdir.absolute()].finish()
 
 
 def _is_sent(name: str) -> bool:

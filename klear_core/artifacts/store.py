@@ -57,6 +57,7 @@ class LocalSlot:
         ArtifactError for links and special files.
         """
         assert self.ref is None, "a slot is published once"
+        self.store.end_copies(self.workdir)
         shutil.rmtree(self.workdir / SCRATCH, ignore_errors=True)
         write_manifest(self.workdir, manifest.model_copy(update={"files": _describe_files(self.workdir)}))
         # content is flushed before the rename and the folder's name after it: a power cut leaves all or nothing visible
@@ -200,6 +201,9 @@ class LocalStore:
     def seal(self, ref: ArtifactRef) -> ArtifactRef:
         """Return the artifact as it is: in a local store the rename made it visible."""
         return ref
+
+    def end_copies(self, workdir: Path) -> None:
+        """Do nothing: a local store has no copies of unfinished work."""
 
     def _note_shared(self) -> None:
         """Note for code that is only given a folder that there is no shared store."""

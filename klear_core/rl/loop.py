@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from klear_core.artifacts.manifest import DropCounts, StageSummary, check_yield
+from klear_core.artifacts.shared import send_work
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
@@ -157,6 +158,7 @@ async def run_steps(
             step_log.log(collected, samples.drops, update, phase.seconds)
             # After `log`, so that the checkpoint includes this step's counts.
             if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
+                await asyncio.to_thread(step_log.keep)
                 await learner.save(progress.counters())
             step_log.check()
         await curve.finish()
@@ -200,6 +202,10 @@ class StepLog:
         is_last = progress.step == cfg.num_steps
         if is_last or (progress.step - 1) % max(1, cfg.num_steps // _NUM_SHOWN) == 0:
             save_shown(self._shown, collected.groups, step=progress.step)
+
+    def keep(self) -> None:
+        """Send what was logged to the shared store, if there is one, for a node that continues after this one's loss."""
+        send_work(self._shown)
 
     def check(self) -> None:
         """Raise DataError if hardly any group was trained on, once there are enough steps to tell."""

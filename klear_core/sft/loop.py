@@ -19,6 +19,7 @@ from torch import Tensor
 from klear_core.artifacts.manifest import FileRecord, StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.artifacts.remote_paths import RemotePaths, fetch_results, remote_paths_of, send_results
+from klear_core.artifacts.shared import send_work
 from klear_core.config.evaluate import InlineEvalConfig
 from klear_core.config.train import SftConfig
 from klear_core.hf_config import read_hf_config
@@ -166,6 +167,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         # Before the checkpoint: a killed run makes the models of later steps again, but none of earlier ones.
         points.offer(policy, step=done, num_steps=num_steps)
         if checkpoints.is_due(done) or done == num_steps:
+            send_work(job.workdir)  # the rows of the steps that it counts, if this rank is in the driver's process
             checkpoints.save(done, policy, updater.optimizer, counters)
     checkpoints.wait()  # a run killed from here on resumes behind the last step, and only exports
 

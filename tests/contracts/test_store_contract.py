@@ -26,6 +26,7 @@ from klear_core.artifacts.remote_paths import (
     share_given,
     store_of,
 )
+from klear_core.artifacts.shared import send_work
 from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError, ConfigError, ResourceError
 from klear_core.metrics import heartbeat
@@ -336,6 +337,38 @@ def test_unfinished_work_is_sent_while_the_stage_runs_and_no_file_before_those_t
         while bucket.read("work/sft-f1/index") is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_what_a_checkpoint_counts_is_in_the_store_before_it(node: Node):
+    """Also what was written a moment ago, and whatever the timer does."""
+    a = node("a")
+    with a.create("sft", "f1") as slot:
+        for step in range(30):
+            with (slot.workdir / "metrics.jsonl").open("a") as rows:
+                rows.write(f"{step}\n")
+            send_work(slot.workdir)
+            index = json.loads(a.bucket.read("work/sft-f1/index") or b"{}")
+            _, sha = index["files"]["metrics.jsonl"]
+            assert (a.bucket.read(f"work/sft-f1/files/{sha}") or b"").split()[-1] == str(step).encode()
+    send_work(slot.workdir)  # of a stage that runs no more: nothing
+
+
+def test_a_short_stage_is_published_in_the_middle_of_a_pass_without_a_warning(
+    node: Node, caplog: pytest.LogCaptureFixture
+):
+    a = node("a")
+    a._share_work_s = 0.0005
+    for i in range(30):
+        with a.create("sft", f"f{i}") as slot:
+            for n in range(5):
+                folder = slot.workdir / f"part{n}"
+                folder.mkdir()
+                (folder / "rows").write_text("r")
+                shutil.rmtree(folder)  # stages delete folders of their own as well
+            (slot.workdir / "rows").write_text("r")
+            slot.publish(manifest("sft", f"f{i}"))
+    assert "could not be copied" not in caplog.text
+    assert a.bucket.keys("work/") == []
 
 
 def test_what_changed_is_replaced_in_the_copy_and_a_finished_artifact_leaves_none(node: Node):

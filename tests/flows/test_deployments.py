@@ -97,3 +97,4 @@ def test_a_run_whose_parameters_do_not_resolve_has_a_name_for_the_flow_to_fail_u
         config()
     assert label_of(config, prefix="retrain") == "retrain-unresolved"
     assert label_of(config, prefix="") == "unresolved"
+    assert label_of(config, prefix="", profile="smoke") == "smoke-unresolved"

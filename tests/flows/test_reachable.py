@@ -191,3 +191,42 @@ def test_a_run_that_names_a_server_that_is_not_there_ends_before_it_makes_anythi
     assert f"{name}: 127.0.0.1:{nobody} does not answer" in ended.err
     assert "Traceback" not in ended.err
     assert not (tmp_path / "ws").exists()
+
+
+TRACKING_URIS = [
+    f"ftp://user:{SECRET}@example.org/runs",
+    f"no-such-database://user:{SECRET}@example.org/runs?password={SECRET}",
+    "databricks://nobody",
+    "sqlite:////proc/no/folder/mlflow.db",
+    "sqlite:////dev/null/mlflow.db",
+    "mlruns",
+]
+
+
+@pytest.mark.parametrize("uri", TRACKING_URIS)
+def test_a_tracking_uri_that_mlflow_cannot_use_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, uri: str):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI = .*: cannot be used: ") as refused:
+        check_tracking(WorkspaceConfig(root="none"))
+    assert SECRET not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_database_that_accepts_and_never_answers_is_told(monkeypatch: pytest.MonkeyPatch, silent: int):
+    """MLflow itself would try it for hours."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"mysql+pymysql://u:{SECRET}@127.0.0.1:{silent}/runs")
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI") as refused:
+        check_tracking(WorkspaceConfig(root="none"))
+    assert SECRET not in str(refused.value)
+
+
+STORES = ["ftp-no-such://example.org/runs", "file:///proc/no/folder", "file:///dev/null/store", "s3:///x", "runs"]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_store_that_cannot_be_used_is_told_in_one_line_before_anything_is_made(klear, tmp_path, store: str):
+    ended = klear("run", "smoke", "--set", f"workspace.root={tmp_path / 'ws'}", "--set", f"workspace.store={store}")
+    assert ended.status in (1, 2)
+    assert "workspace.store" in ended.err
+    assert "Traceback" not in ended.err
+    assert len(ended.err.splitlines()) == 1

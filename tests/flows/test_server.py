@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -167,8 +168,11 @@ def test_retraining_with_a_fresh_seed_is_listed_under_that_seed(deployed: Server
 
 def test_a_misspelt_setting_ends_the_run_failed_once_with_the_reason(deployed: Server):
     run = deployed.wait(deployed.start_run("klear", "pipeline", {"profile": "smoke", "overrides": ["rl.num_stepz=8"]}))
-    assert (run["state_type"], run["run_count"], run["name"]) == ("FAILED", 1, "unresolved")
-    assert "num_stepz" in run["state"]["message"]
+    assert (run["state_type"], run["run_count"], run["name"]) == ("FAILED", 1, "smoke-unresolved")
+    assert run["state"]["message"] == "ConfigError: profile smoke: rl.num_stepz: unknown key; did you mean num_steps?"
+    assert_logged(deployed, run["id"], "Finished in state Failed")
+    time.sleep(12)  # the engine's own last words come after the state, and logs are sent every few seconds
+    assert "Traceback" not in "\n".join(deployed.logs(run["id"]))
 
 
 def test_a_parameter_out_of_bounds_is_refused_at_once(deployed: Server):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from rl_builders import (
 )
 from safetensors.torch import load_file
 
+from klear_core.artifacts.bucket import LeaseTimes
 from klear_core.artifacts.manifest import DropCounts, LedgerStep, StageSummary
+from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.records import read_shard
 from klear_core.config.evaluate import SamplingConfig, TorchEngineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
@@ -31,13 +34,14 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
-from klear_core.metrics import NullTelemetry
+from klear_core.metrics import METRICS_FILE, MetricsFile, NullTelemetry, read_metrics
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlSetup, Workers
 from klear_core.rl.loop import check_trained_share, run_rl, train_rl
 from klear_core.rl.rollout import Lookahead, StepRollouts
 from klear_core.rl.state import RlState
 from klear_core.rl.step_metrics import ShownRollout
 from klear_core.train.base_model import model_folder
+from klear_core.train.checkpoint import Counters
 from klear_core.types import Completion, Domain, Judge, Outcome, Problem, TrainSample, Verdict
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
@@ -126,6 +130,56 @@ def test_a_lost_learner_costs_only_the_steps_since_its_checkpoint(base: Path, tm
     assert progress.step == 4
     assert telemetry.steps == [1, 2, 3, 3, 4]  # the third was logged, lost with the learner, and done again
     assert same_weights(tmp_path / "whole", tmp_path / "lost")
+
+
+class DriverIsLost(LocalLearner):
+    """The process ends right after the second step's checkpoint: of its node only the store's copies are left."""
+
+    async def save(self, counters: Counters) -> None:
+        await super().save(counters)
+        if self._learner.version == 2:
+            os._exit(9)
+
+
+class WorkersOfALostDriver(LocalWorkers):
+    async def start(self, job: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
+        learner, engine = await super().start(job)
+        assert isinstance(learner, LocalLearner)
+        return DriverIsLost(learner._learner, num_threads=1), engine
+
+
+class RowsToFile(NullTelemetry):
+    """Writes rows where a stage's telemetry does."""
+
+    def __init__(self, workdir: Path) -> None:
+        self._file = MetricsFile(workdir / METRICS_FILE)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._file.append(metrics, step=step)
+
+
+def test_after_a_lost_driver_another_node_has_the_rows_and_answers_of_all_steps_that_count(
+    base: Path, tmp_path: Path
+) -> None:
+    def store(node: str) -> ObjectStore:
+        times = LeaseTimes(expiry_s=0.5, poll_s=0.05)
+        return ObjectStore(tmp_path / node, (tmp_path / "store").as_uri(), times=times, share_work_s=3600)
+
+    def build(node: str, workers: LocalWorkers) -> list[int]:
+        with store(node).create("rl", "f1") as slot:
+            job = RlSetup(cfg=rl_config(num_steps=4), model=base, seed=0, workdir=slot.workdir)
+            asyncio.run(run_rl(job, PROBLEMS, low_byte_judge, RowsToFile(slot.workdir), workers))
+            assert {file.stem for file in (slot.workdir / "scratch" / "shown").iterdir()} >= {
+                f"{step:08d}" for step in (1, 2, 3, 4)
+            }
+            return [int(row["step"] or 0) for row in read_metrics(slot.workdir / METRICS_FILE)]
+
+    lost = os.fork()
+    if lost == 0:
+        build("a", WorkersOfALostDriver())
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(lost, 0)[1]) == 9
+    assert build("b", LocalWorkers()) == [1, 2, 3, 4]
 
 
 class Watched:

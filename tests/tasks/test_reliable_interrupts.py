@@ -1,6 +1,6 @@
 import pytest
 
-from tasks.tracking import is_interrupt
+from klear_core.errors import is_interrupt
 
 
 def test_an_interrupt_is_known_behind_the_errors_that_it_became():
