@@ -167,7 +167,7 @@ def _given(model: str, root: Path, console: Console) -> dict[str, Any]:
 
 
 def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:
-    """Return the engine to use: the one asked for, else torch for folders of models that it runs, and vLLM for others."""
+    """Return the engine to use: the one asked for, else torch for folders that it runs, and vLLM for others."""
     if engine != "auto":
         return engine
     if given["kind"] == "hub":

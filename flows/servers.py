@@ -187,7 +187,7 @@ def check_tracking(workspace: WorkspaceConfig) -> None:
 
 
 def check_store(workspace: WorkspaceConfig) -> None:
-    """Raise ConfigError or ResourceError unless the shared store, if there is one, takes an object and gives it back."""
+    """Raise ConfigError or ResourceError unless the shared store, if any, takes an object and gives it back."""
     store = open_store(workspace)
     if isinstance(store, ObjectStore):
         probe(store.bucket)

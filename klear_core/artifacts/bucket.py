@@ -342,9 +342,9 @@ def _is_precondition(e: OSError) -> bool:
 # ---- lease ----
 # Hold the right to build an artifact among nodes that share only an object store.
 #
-# A lease is a numbered term: an object that is created only if it does not exist. Its holder rewrites it as a heartbeat.
-# Whoever sees no heartbeat for the time of expiry creates the next term, which at most one node can. Time is measured by
-# the watcher's own clock between two changes of the object, so that clocks of nodes need not agree.
+# A lease is a numbered term: an object that is created only if it does not exist. Its holder rewrites it as a
+# heartbeat. Whoever sees no heartbeat for the time of expiry creates the next term, which at most one node can. Time
+# is measured by the watcher's own clock between two changes of the object, so that clocks of nodes need not agree.
 
 
 _BEATS_PER_EXPIRY = 4

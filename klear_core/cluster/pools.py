@@ -339,7 +339,7 @@ class RayScorer:
 def ray_scorer(
     job: InlineEvalJob, folder: Path, *, plan: EnginePlan, seed: int, remote: RemotePaths | None, key: str
 ) -> Iterator[RayScorer]:
-    """Yield a scorer of models with `folder`'s tokenizer; raise what `open_inline_eval` raises, before training begins."""
+    """Yield a scorer of models with `folder`'s tokenizer; raise what `open_inline_eval` raises, before training."""
     with open_inline_eval(job, build_cluster_judges, folder, seed=seed):
         pass
     yield RayScorer(job, plan, seed=seed, remote=remote, key=key)

@@ -57,7 +57,7 @@ class RareYieldLimits(YieldLimits):
 
 
 def result_settings(cfg: Settings) -> dict[str, Any]:
-    """Return the settings that change the result as plain JSON values, without `runtime` and `as_before` at any depth."""
+    """Return the settings that change the result as JSON values, without `runtime` and `as_before` at any depth."""
     kept = _without_unhashed(cfg, cfg.model_dump(mode="json"))
     assert isinstance(kept, dict), type(kept)
     return kept

@@ -146,7 +146,8 @@ def inline_eval_metrics(counts: AnswerCounts, *, confidence: float) -> dict[str,
 # ---- model process ----
 # Score models on the fixed set of a curve, each in a process of its own beside the training.
 #
-# Scoring therefore cannot affect the training process: not its threads, nor its random numbers, nor by an engine's crash.
+# Scoring therefore cannot affect the training process: not its threads, nor its random numbers, nor by an engine's
+# crash.
 
 
 _PR_SET_PDEATHSIG = 1
@@ -213,7 +214,7 @@ class ProcessScorer:
 
 @contextmanager
 def process_scorer(job: InlineEvalJob, folder: Path, *, seed: int, hides_gpus: bool = False) -> Iterator[ProcessScorer]:
-    """Yield a scorer of models with the tokenizer of `folder`; raise what `open_inline_eval` raises, before anything is spent.
+    """Yield a scorer of models with the tokenizer of `folder`; raise what `open_inline_eval` raises, before spending.
 
     Judges are on this machine, in the scorer's processes.
     """

@@ -1,4 +1,4 @@
-"""Start the engines of a stage: the one that a config asks for, or a pool of engines and endpoints; ask a model by chat."""
+"""Start the engines of a stage: the one of a config, or a pool of engines and endpoints; ask a model by chat."""
 
 from __future__ import annotations
 

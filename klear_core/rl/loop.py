@@ -204,7 +204,7 @@ class StepLog:
             save_shown(self._shown, collected.groups, step=progress.step)
 
     def keep(self) -> None:
-        """Send what was logged to the shared store, if there is one, for a node that continues after this one's loss."""
+        """Send what was logged to the shared store, if there is one, for a node that goes on after this one."""
         send_work(self._shown)
 
     def check(self) -> None:

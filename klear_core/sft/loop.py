@@ -304,8 +304,8 @@ def _validation_loss(
 # ---- loss ----
 # Compute the SFT loss: token cross-entropy, divided once by counts of the complete step.
 #
-# So the loss does not depend on how rows are divided among micro-batches and ranks. Klear-Reasoner's equation 8 prints a
-# mean probability per sequence; we read it as the log-probability.
+# So the loss does not depend on how rows are divided among micro-batches and ranks. Klear-Reasoner's equation 8
+# prints a mean probability per sequence; we read it as the log-probability.
 
 
 Normalise = Literal["token", "sample"]

@@ -267,9 +267,9 @@ def _pointwise(loss_fn: TokenLossFn, reading: Reading, chunk: slice) -> tuple[Te
 # Compute the logits of one chunk of tokens, then read and differentiate them in two passes.
 #
 # The first pass finds log-probs and entropies, the second the gradient; the loss function is called in between. Every
-# product accumulates in float32, whatever its inputs: logits are not rounded before their softmax, nor is the weight's
-# gradient between chunks. On CUDA each pass is one compiled kernel, and log-probs exist only in its registers. Elsewhere
-# log-probs overwrite the logits, and results do not depend on a compiler.
+# product accumulates in float32, whatever its inputs: logits are not rounded before their softmax, nor is the
+# weight's gradient between chunks. On CUDA each pass is one compiled kernel, and log-probs exist only in its
+# registers. Elsewhere log-probs overwrite the logits, and results do not depend on a compiler.
 
 
 log = logging.getLogger(__name__)

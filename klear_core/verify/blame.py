@@ -1,4 +1,4 @@
-"""Say whose fault a broken judgement is, by trials of the references alone, and count the faults that are not the model's.
+"""Say whose fault a broken judgement is, by trials of references alone, and count faults that are not the model's.
 
 A reference that passes its trial can be judged by. Whatever happens afterwards within the limits of CPU time and memory
 is then the doing of the answer, which is wrong. One that fails leaves all its answers unscored.

@@ -110,7 +110,8 @@ def code_reference_from_tests(value: object, *, fn_name: str = "") -> CodeRefere
             raise DataError("the test list is empty")
         case dict():
             raise DataError(
-                f"unknown test keys {sorted(map(str, tests))[:8]}; see klear_core/data/formats/references.py for what is read"
+                f"unknown test keys {sorted(map(str, tests))[:8]}; "
+                "see klear_core/data/formats/references.py for what is read"
             )
         case _:
             raise DataError(f"tests must be an object or a list, not {type(tests).__name__}: {tests!r:.200}")

@@ -291,10 +291,11 @@ class RowState:
 # ---- sampling ----
 # Draw a token and its log-probability from logits; no row's draw depends on the other rows.
 #
-# The log-probability is that of the distribution the token was drawn from, as in vLLM's `processed_logprobs`. With top_p
-# = 1, top_k = 0 and no repetition penalty it is `log_softmax(logits / temperature)` over the full vocabulary, which is
-# what a learner computes. With any of the three it is renormalised afterwards, and a learner that needs old log-probs of
-# the untruncated policy must recompute them. Greedy tokens report temperature 1 and ignore top_p and top_k.
+# The log-probability is that of the distribution the token was drawn from, as in vLLM's `processed_logprobs`. With
+# top_p = 1, top_k = 0 and no repetition penalty it is `log_softmax(logits / temperature)` over the full vocabulary,
+# which is what a learner computes. With any of the three it is renormalised afterwards, and a learner that needs old
+# log-probs of the untruncated policy must recompute them. Greedy tokens report temperature 1 and ignore top_p and
+# top_k.
 
 
 _MASK = {shift: (1 << (64 - shift)) - 1 for shift in (12, 27, 30, 31)}

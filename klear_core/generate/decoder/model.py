@@ -1,4 +1,4 @@
-"""Run a Llama, Qwen2 or Qwen3 for inference: fused weight buffers, a KV cache of rows, prefill and one-token decode in plain torch.
+"""Run a Llama, Qwen2 or Qwen3: fused weight buffers, a KV cache of rows, prefill and one-token decode in plain torch.
 
 Axis letters: N tokens of all rows laid end to end, R cache rows, B active rows, T tokens of a row, L positions of a
 row's private cache, P positions of the shared cache, S = P + L positions attended to, H query heads, K key/value heads,

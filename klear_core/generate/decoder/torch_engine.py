@@ -1,4 +1,4 @@
-"""Sample from Llama, Qwen2 and Qwen3 models: requests queue up, share one running batch in a worker thread, and return when they end.
+"""Sample from Llama, Qwen2 and Qwen3 models: requests share one running batch in a worker thread until they end.
 
 A completion depends on the weights, the prompt, `params.seed` and the sample's index, and on nothing else in the batch.
 In float32 on CPU this was seen to hold to the last bit; elsewhere a token can differ where two are within rounding of a

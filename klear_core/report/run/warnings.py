@@ -237,8 +237,8 @@ def _leaks_of(ancestor: Ancestor, model: Path) -> Mapping[str, frozenset[str]] |
 # ---- chosen ----
 # Mark scores that a model was chosen by. The best of several scores is biased upwards, the more so the more there are.
 #
-# In Klear only `klear ablate` chooses by scores; it leaves a record in the workspace. For models from elsewhere the user
-# declares it (`given.*.chosen_on`). Models that are trained from a chosen model are marked as well.
+# In Klear only `klear ablate` chooses by scores; it leaves a record in the workspace. For models from elsewhere the
+# user declares it (`given.*.chosen_on`). Models that are trained from a chosen model are marked as well.
 
 
 _FOLDER = "choices"
