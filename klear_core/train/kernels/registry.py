@@ -1,7 +1,8 @@
 """Keep the fast paths of this process by name, and compile functions with torch.compile.
 
 A name is `part/device`, or `part/device/library` where several libraries have the part.
-`klear_core.train.kernels.check` compares each with the plain operations at the start of a stage, and leaves out those that disagree.
+`klear_core.train.kernels.check` compares each with the plain operations at the start of a stage, and leaves
+out those that disagree.
 """
 
 from __future__ import annotations
