@@ -157,7 +157,7 @@ def publish(
 
 
 @evaluations.command(rich_help_panel=SCORE)
-def evaluate(
+def evaluate(  # noqa: PLR0913, PLR0917  one option each
     model: Annotated[
         str,
         typer.Argument(help="A Hugging Face folder, owner/name or owner/name@revision on the Hub, or a stage: rl."),
@@ -173,8 +173,15 @@ def evaluate(
         int | None,
         typer.Option("--samples", min=1, help="Number of answers to each problem; by default that of the benchmark."),
     ] = None,
+    num_problems: Annotated[
+        int | None,
+        typer.Option(
+            "--problems", min=1, help="Number of problems of each benchmark, drawn by the seed; default: all."
+        ),
+    ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default 32,768, or that of the profile.")
+        int | None,
+        typer.Option(min=1, help="Maximum tokens of an answer; default: that of the profile or model, else 32,768."),
     ] = None,
     engine: Annotated[
         Literal["auto", "torch", "vllm"],
@@ -198,6 +205,7 @@ def evaluate(
         benchmarks=benchmarks or [],
         profile=profile,
         num_samples=num_samples,
+        num_problems=num_problems,
         max_tokens=max_tokens,
         engine=engine,
         overrides=overrides or [],

@@ -8,32 +8,39 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from pydantic import ValidationError
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
+from flows.answers import newest_evaluation
+from flows.curate_files import shown_progress
 from flows.environment import StageSelection, profile_folder
 from flows.run import carry_out
-from flows.show import find_artifact
+from flows.show import find_artifact, path_of
 from klear_core.artifacts.hub import commit_of
-from klear_core.artifacts.manifest import MANIFEST
+from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, download
+from klear_core.config.data import BenchmarkConfig
 from klear_core.config.data_jobs import unused_overrides
-from klear_core.config.evaluate import LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.evaluate import EvaluateConfig, LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig
 from klear_core.config.train import HubModelConfig
+from klear_core.config.verify import VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
 from klear_core.generate.decoder.shape import is_supported
 from klear_core.generate.factory import ChatModel, ChatParams, open_chat
 from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.preflight.checks import given_contamination, overlap_with_training
 from klear_core.prompts import THINK_CLOSE
 from klear_core.scores import visible
 from klear_core.train.base_model import model_folder, wanted_window
@@ -55,6 +62,7 @@ class Asked:
     benchmarks: Sequence[str]
     profile: str | None
     num_samples: int | None
+    num_problems: int | None = None
     max_tokens: int | None
     engine: Literal["auto", "torch", "vllm"]
     overrides: Sequence[str]
@@ -64,25 +72,34 @@ class Asked:
 def evaluate_model(asked: Asked) -> None:
     """Evaluate the model and print its scores; resume what an earlier such command left unfinished."""
     console = Console(highlight=False, soft_wrap=True)
-    given = _given(asked.model, asked.root, console)
-    config = evaluation_config(asked, given)
+    found = find_model(asked.model, asked.root, console)
+    taken = None if asked.profile is not None or found.artifact is None else settings_of(found.artifact)
+    config = evaluation_config(asked, found.as_given(), taken)
+    if taken is not None:
+        console.print(_taken_line(taken, config), markup=False)
+    if found.artifact is not None:
+        config = compared_with_training(config, found.artifact, console)
     carry_out(config, StageSelection())
     console.print(f"answers  klear answers evaluate_model --root {shlex.quote(config.workspace.root)}", markup=False)
 
 
-def evaluation_config(asked: Asked, given: Mapping[str, Any]) -> PipelineConfig:
+def evaluation_config(asked: Asked, given: Mapping[str, Any], taken: Taken | None = None) -> PipelineConfig:
     """Return the config of a run that scores a given model alone; ConfigError names a benchmark that is not there.
 
-    Sampling and judges are those of the profile, without one the defaults, which are the paper's.
+    Sampling and judges are those of the profile, without one those that the model brings, else the defaults, which are
+    the paper's.
     """
     tree: dict[str, Any] = {"name": "evaluate", "given": {"evaluate": dict(given)}}
     if asked.profile is not None:
         profile = read_profile(profile_folder(asked.profile))
         tree |= {key: profile[key] for key in _SECTIONS if key in profile}
+    if taken is not None:
+        tree |= taken.sections
     tree["benchmarks"] = _benchmarks(asked, tree.get("benchmarks", []))
     tree["workspace"] = {"root": str(asked.root)}
     # A profile has chosen its engine; "auto" looks at the model only where there is none.
-    engine = _engine(asked.engine, given) if asked.profile is None or asked.engine != "auto" else None
+    has_engine = asked.profile is not None or taken is not None
+    engine = _engine(asked.engine, given) if not has_engine or asked.engine != "auto" else None
     if engine is not None:
         tree = apply_override(tree, f"evaluate.engine.kind={engine}")
     if asked.max_tokens is not None:
@@ -117,7 +134,25 @@ def _benchmarks(asked: Asked, of_profile: Sequence[Mapping[str, Any]]) -> list[d
     chosen = [_benchmark(name, named) for name in asked.benchmarks] or list(named.values())
     if asked.num_samples is not None:
         chosen = [benchmark | {"num_samples": asked.num_samples} for benchmark in chosen]
-    return chosen
+    return chosen if asked.num_problems is None else [_part(benchmark, asked.num_problems) for benchmark in chosen]
+
+
+def _part(settings: Mapping[str, Any], num_problems: int) -> dict[str, Any]:
+    """Return the settings of a part of a benchmark, under a name that no score of the whole has."""
+    try:
+        whole = BenchmarkConfig.model_validate(settings)
+    except ValidationError:
+        return {**settings, "num_problems": num_problems}  # which `validate` refuses, with the key
+    # It is no published benchmark any more.
+    part = whole.model_copy(
+        update={
+            "name": f"{whole.name}_part_{num_problems}",
+            "known": "",
+            "published": whole.published_on,
+            "num_problems": num_problems,
+        }
+    )
+    return part.model_dump(mode="json")
 
 
 def _benchmark(name: str, named: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -154,16 +189,77 @@ def _as_name(path: Path) -> str:
     return name
 
 
-def _given(model: str, root: Path, console: Console) -> dict[str, Any]:
-    """Return the settings that name the model: a folder, a repository of the Hub, or a model of the workspace."""
-    # An artifact's folder holds its model in a folder below; the last line finds it.
-    if Path(model).is_dir() and not (Path(model) / MANIFEST).is_file():
-        return {"kind": "folder", "path": str(Path(model).resolve())}
-    # `artifacts/sft` could be a folder as well as a name on the Hub.
-    published = None if Path(model).is_dir() else on_hub(model, console)
-    if published is not None:
-        return {"kind": "hub", "repo": published.repo, "revision": published.revision}
-    return {"kind": "folder", "path": str(model_folder(find_artifact(model, root).absolute()))}
+# ---- what a model of the workspace brings ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Settings for the evaluation of a model of this workspace, and where they were taken from."""
+
+    sections: Mapping[str, Any]
+    origin: str
+
+
+def settings_of(artifact: Path) -> Taken | None:
+    """Return the settings with which a model was scored last or, if it never was, with which it was trained by RL.
+
+    None if it was neither, or by a version whose settings are not these.
+    """
+    with suppress(ArtifactError, KeyError, ValidationError):
+        scored = read_manifest(newest_evaluation(artifact))
+        evaluate = EvaluateConfig.model_validate(scored.config["evaluate"]).model_copy(update={"templates": {}})
+        verify = VerifyConfig.model_validate(scored.config["verify"])
+        sections = {"evaluate": evaluate.model_dump(mode="json"), "verify": verify.model_dump(mode="json")}
+        return Taken(sections=sections, origin=f"its evaluation {scored.fingerprint[:8]}")
+    with suppress(ArtifactError, KeyError, ValidationError):
+        trained = read_manifest(artifact)
+        rollout = RlConfig.model_validate(trained.config["rl"]).rollout
+        return Taken(
+            sections={"evaluate": rollout.model_dump(mode="json", include={"sampling", "engine"})},
+            origin=f"its training {trained.fingerprint[:8]}",
+        )
+    return None
+
+
+def _taken_line(taken: Taken, config: PipelineConfig) -> str:
+    sampling, engine = config.evaluate.sampling, config.evaluate.engine.kind
+    return (
+        f"taken    from {taken.origin}: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
+        f"{sampling.max_new_tokens:,} tokens, engine {engine}, judge settings"
+    )
+
+
+def compared_with_training(config: PipelineConfig, artifact: Path, console: Console) -> PipelineConfig:
+    """Compare benchmarks that the model's training data was not kept apart from with that data; print what is found.
+
+    Return the config that declares them as compared or, with questions in common, to be scored despite of it, which
+    the report says.
+    """
+    missed = {name for exposure in given_contamination(config) for name in exposure.missed}
+    benchmarks = [b for b in config.benchmarks if b.name in missed and b.name not in config.given.score_despite]
+    if not benchmarks:
+        return config
+    overlap = overlap_with_training(artifact, benchmarks, seed=config.seed)
+    if overlap is None:
+        return config  # preflight says what is not known
+    given = config.given.evaluate
+    assert given is not None, "an evaluation scores a given model"
+    declared = () if given.decontaminated_against == "unknown" else given.decontaminated_against
+    clean = tuple(name for name, questions in overlap.found.items() if not questions)
+    despite = tuple(name for name, questions in overlap.found.items() if questions)
+    for name, questions in overlap.found.items():
+        found = f"{len(questions):,} of its questions are there: {questions[0]!r}" if questions else "none is there"
+        console.print(
+            f"compared {name} with the {overlap.num_prompts:,} questions that the model was trained on: {found}",
+            markup=False,
+        )
+    facts = config.given.model_copy(
+        update={
+            "evaluate": given.model_copy(update={"decontaminated_against": (*declared, *clean)}) if clean else given,
+            "score_despite": (*config.given.score_despite, *despite),
+        }
+    )
+    return config.model_copy(update={"given": facts})
 
 
 def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:
@@ -194,12 +290,14 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
     if question is not None and not question.strip():
         raise ConfigError("klear chat: the question is empty; without one, each line of standard input is a question")
     console = Console(highlight=False, soft_wrap=True)
-    folder, window = _find_model(which, root, Console(stderr=True))
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    found = find_model(which, root, errors)
+    folder = found.folder or _downloaded(cast("HubModelConfig", found.published), which, root)
     if engine == "auto":
         engine = "torch" if is_supported(folder) else "vllm"
     with asyncio.Runner() as runner:
         model = runner.run(
-            open_chat(folder, _ENGINES[engine], num_threads=usable_cpus(), seed=params.seed, window=window)
+            open_chat(folder, _ENGINES[engine], num_threads=usable_cpus(), seed=params.seed, window=found.window)
         )
         try:
             if question is not None:
@@ -208,33 +306,6 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
                 _answer_lines(runner, model, params, console)
         finally:
             runner.run(model.close())
-
-
-def _find_model(which: str, root: Path, console: Console) -> tuple[Path, int | None]:
-    """Return the Hugging Face folder that `which` names, and its training window if the model's config states less.
-
-    A model of the Hub is downloaded into the Hub's cache, unless it is there.
-    """
-    if (Path(which) / "config.json").is_file():
-        return Path(which), None
-    try:
-        artifact = find_artifact(which, root)
-    except ArtifactError as not_here:
-        try:
-            published = on_hub(which, console)
-            if published is None:
-                raise
-            check_model(published)
-        except ConfigError as e:
-            raise ConfigError(f"{not_here}; and as a model of the Hub: {e}") from e
-        with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console, transient=True) as bars:
-            bar = bars.add_task(published.repo, total=None)
-            return download(published, lambda done, total: bars.update(bar, completed=done, total=total)), None
-    try:
-        return model_folder(artifact), wanted_window(artifact)
-    except ArtifactError as e:
-        makers = [stage.name for stage in stages_of(PipelineConfig()) if stage.job.makes_model]
-        raise ArtifactError(f"{e}; models are made by the stages {', '.join(makers)}") from e
 
 
 def _answer_lines(runner: asyncio.Runner, model: ChatModel, params: ChatParams, console: Console) -> None:
@@ -274,6 +345,67 @@ def _show(console: Console, completions: list[Completion]) -> None:
         console.print(Text.assemble((visible(thinking + tag), "dim"), (visible(answer), "bold")))
         if completion.finish_reason == "length":
             print(f"cut off after {len(completion.token_ids)} tokens", file=sys.stderr)  # noqa: T201
+
+
+# ---- models by name ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A model that a word names: a folder, or a repository of the Hub."""
+
+    folder: Path | None = None
+    artifact: Path | None = None
+    """The artifact of a workspace that holds the folder, or points to it."""
+    published: HubModelConfig | None = None
+
+    @property
+    def window(self) -> int | None:
+        """Return the positions that the model was trained with, if its config states less."""
+        return None if self.artifact is None else wanted_window(self.artifact)
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the settings of a run that name the model."""
+        if self.published is not None:
+            return {"kind": "hub", "repo": self.published.repo, "revision": self.published.revision}
+        given = {"kind": "folder", "path": str(self.folder)}
+        return given if self.window is None else given | {"max_position_embeddings": self.window}
+
+
+def find_model(which: str, root: Path, console: Console) -> FoundModel:
+    """Return the model that a word names, in any form that a command prints: see `find_artifact`.
+
+    It may also be a folder of any model, or `owner/name` on the Hub. ArtifactError or ConfigError if it is none.
+    """
+    path = path_of(which)
+    try:
+        artifact = find_artifact(which, root).absolute()
+    except ArtifactError as not_here:
+        if path.is_dir():
+            return FoundModel(folder=path.resolve())
+        try:
+            published = on_hub(which, console)
+        except ConfigError as e:
+            raise ConfigError(f"{not_here}; and as a model of the Hub: {e}") from e
+        if published is None:
+            raise
+        return FoundModel(published=published)
+    try:
+        folder = model_folder(artifact)
+    except ArtifactError as e:
+        makers = [stage.name for stage in stages_of(PipelineConfig()) if stage.job.makes_model]
+        raise ArtifactError(f"{e}; models are made by the stages {', '.join(makers)}") from e
+    return FoundModel(folder=folder, artifact=artifact)
+
+
+def _downloaded(published: HubModelConfig, which: str, root: Path) -> Path:
+    """Return the folder of a model of the Hub, downloaded into the Hub's cache unless it is there."""
+    try:
+        check_model(published)
+    except ConfigError as e:
+        raise ConfigError(f"no artifact {which!r} under {root}; and as a model of the Hub: {e}") from e
+    with shown_progress(published.repo) as show:
+        return download(published, lambda done, total: show(done, total, ""))
 
 
 # ---- models of the Hub ----

@@ -240,9 +240,7 @@ def find_artifact(which: str, root: Path) -> Path:
     if not hits:
         raise ArtifactError(f"no artifact {which!r} under {root}; {meant(which, sorted(set(stages.values())), STAGES)}")
     if hits is by_fingerprint and len(hits) > 1:
-        raise ArtifactError(
-            f"{which!r} begins several fingerprints: {', '.join(map(_id_of, hits))}"
-        )
+        raise ArtifactError(f"{which!r} begins several fingerprints: {', '.join(map(_id_of, hits))}")
     return max(hits, key=lambda folder: (folder / MANIFEST).stat().st_mtime)
 
 

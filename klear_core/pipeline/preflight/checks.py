@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, file_ref, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import folder_of
+from klear_core.config.curate import DecontaminateConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, GeneratedSource
 from klear_core.config.data_jobs import BenchmarksJob, GivenModelJob
 from klear_core.config.distill import HttpTeacherConfig
@@ -257,10 +258,23 @@ def _protected_by(model: Path) -> list[Manifest] | None:
     artifact = model.parent
     if not (artifact / MANIFEST).is_file():
         return None
-    store, found, ahead, seen = artifact.parents[1], [], [artifact], {artifact}
+    behind = _data_behind(artifact)
+    try:
+        return None if behind is None else [read_manifest(folder) for folder in dict.fromkeys(behind.values())]
+    except ArtifactError:
+        return None
+
+
+def _data_behind(artifact: Path) -> dict[Path, Path] | None:
+    """Return the artifacts through which data came in behind a model, with the benchmarks that each was compared with.
+
+    None if the model's lineage cannot be followed to its beginning.
+    """
+    store, found, ahead, seen = artifact.parents[1], {}, [artifact], {artifact}
     while ahead:
+        made = ahead.pop()
         try:
-            manifest = read_manifest(ahead.pop())
+            manifest = read_manifest(made)
         except ArtifactError:
             return None
         if manifest.given is not None and manifest.kind == GivenModelJob.kind:
@@ -273,14 +287,65 @@ def _protected_by(model: Path) -> list[Manifest] | None:
                 return None  # its manifest is not here, so what it was made from is not known
             # Every stage that takes data in has the benchmarks as an input, and compares the data with them.
             if record.role == BenchmarksJob.kind:
-                found.append(folder)
+                found[made] = folder
             elif folder not in seen:
                 seen.add(folder)
                 ahead.append(folder)
-    try:
-        return [read_manifest(folder) for folder in dict.fromkeys(found)]
-    except ArtifactError:
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOverlap:
+    """Benchmark questions that are in the training data behind a model, by the rules that its data was kept by."""
+
+    num_prompts: int
+    found: Mapping[str, tuple[str, ...]]
+    """Questions by benchmark; empty for one that has none there."""
+
+
+def overlap_with_training(
+    artifact: Path, benchmarks: Sequence[BenchmarkConfig], *, seed: int
+) -> TrainingOverlap | None:
+    """Compare benchmarks with the training data behind a model of ours. None if that data is not all here."""
+    from klear_core.data.benchmarks import load_benchmark
+    from klear_core.data.curation.decontaminate import Protected, questions_in
+
+    behind = _data_behind(artifact)
+    if behind is None:
         return None
+    protected = [
+        Protected(benchmark=benchmark.name, question_id=problem.problem_id, question=problem.question)
+        for benchmark in benchmarks
+        for problem in load_benchmark(benchmark, seed=seed)
+    ]
+    found: dict[str, dict[str, None]] = {benchmark.name: {} for benchmark in benchmarks}
+    num_prompts = 0
+    for data in behind:
+        prompts = _prompts_in(data)
+        if prompts is None:
+            return None
+        num_prompts += len(prompts)
+        for question in questions_in(prompts, protected, _rules_of(read_manifest(data))):
+            found[question.benchmark][question.question] = None
+    return TrainingOverlap(num_prompts=num_prompts, found={name: tuple(texts) for name, texts in found.items()})
+
+
+def _rules_of(manifest: Manifest) -> DecontaminateConfig:
+    """Return the rules by which data was kept apart from benchmarks."""
+    settings = manifest.config.get("curate", manifest.config)
+    rules = settings.get("decontaminate", {}) if isinstance(settings, dict) else {}
+    return DecontaminateConfig.model_validate({**rules, "also": ()})
+
+
+def _prompts_in(data: Path) -> list[str] | None:
+    """Return the distinct questions of problems or traces that an artifact holds; None if its files are not here."""
+    import pyarrow.dataset as ds
+
+    for table in ("problems", "traces"):
+        if (data / table).is_dir():
+            column = ds.dataset(data / table, format="parquet").to_table(columns=["question"])["question"]
+            return column.unique().to_pylist()  # type: ignore[no-any-return]
+    return None
 
 
 def _protects(manifest: Manifest, benchmark: BenchmarkConfig, cache: Path) -> bool:
