@@ -7,9 +7,10 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -40,7 +41,12 @@ from klear_core.errors import ArtifactError, ConfigError, DataError
 from klear_core.generate.decoder.shape import is_supported
 from klear_core.generate.factory import ChatModel, ChatParams, open_chat
 from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.preflight.checks import given_contamination, overlap_with_training
+from klear_core.pipeline.preflight.exposure import (
+    TrainingQuestions,
+    given_contamination,
+    overlap_with_training,
+    questions_of_one_form,
+)
 from klear_core.prompts import THINK_CLOSE
 from klear_core.scores import visible
 from klear_core.train.base_model import model_folder, wanted_window
@@ -295,29 +301,48 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
     folder = found.folder or _downloaded(cast("HubModelConfig", found.published), which, root)
     if engine == "auto":
         engine = "torch" if is_supported(folder) else "vllm"
+    trained_on = None if found.artifact is None else questions_of_one_form(found.artifact)
     with asyncio.Runner() as runner:
         model = runner.run(
             open_chat(folder, _ENGINES[engine], num_threads=usable_cpus(), seed=params.seed, window=found.window)
         )
         try:
+            ask = partial(_ask, runner, model, params, console, trained_on)
             if question is not None:
-                _show(console, runner.run(model.ask(question, params)))
+                ask(question)
             else:
-                _answer_lines(runner, model, params, console)
+                _answer_lines(ask)
         finally:
             runner.run(model.close())
 
 
-def _answer_lines(runner: asyncio.Runner, model: ChatModel, params: ChatParams, console: Console) -> None:
+def _answer_lines(ask: Callable[[str], None]) -> None:
     num_failed = 0
     for question in _lines():
         try:
-            _show(console, runner.run(model.ask(question, params)))
+            ask(question)
         except DataError as e:
             num_failed += 1
             print(f"error: {e}", file=sys.stderr)  # noqa: T201
     if num_failed:
         raise DataError(f"{num_failed} of the questions could not be asked")
+
+
+def _ask(
+    runner: asyncio.Runner,
+    model: ChatModel,
+    params: ChatParams,
+    console: Console,
+    trained_on: TrainingQuestions | None,
+    question: str,
+) -> None:
+    """Ask one question and print its answers, a single one as it comes; say first if the model never saw the like."""
+    why = None if trained_on is None else trained_on.why_unlike(question)
+    if why is not None:
+        print(f"note: {visible(why)}", file=sys.stderr)  # noqa: T201
+    stream = _Stream(console)
+    completions = runner.run(model.ask(question, params, stream.show))
+    _show(console, completions, stream)
 
 
 def _lines() -> Iterator[str]:
@@ -336,13 +361,42 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _show(console: Console, completions: list[Completion]) -> None:
-    """Print the model's text: thinking dimmed, the answer bold, a ruler line above each of several samples."""
+class _Stream:
+    """Prints an answer as it grows: thinking dimmed, the answer bold."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._num_shown = 0
+
+    def show(self, text: str) -> None:
+        """Print what has come since the last call, but for the last characters, which may begin an end of thinking."""
+        self._print(text, until=len(text) - len(THINK_CLOSE))
+
+    def end(self, text: str) -> None:
+        """Print the rest, and end the line."""
+        self._print(text, until=len(text))
+        self._console.out("")
+
+    def _print(self, text: str, *, until: int) -> None:
+        start, end = self._num_shown, max(until, self._num_shown)
+        close = text.rfind(THINK_CLOSE)
+        # All is the answer once it is known that no thinking ended; until then it is taken for thinking.
+        border = close + len(THINK_CLOSE) if close >= 0 else (0 if until == len(text) else end)
+        border = min(max(border, start), end)
+        for part, style in ((text[start:border], "dim"), (text[border:end], "bold")):
+            if part:
+                self._console.out(visible(part), style=style, end="", highlight=False)
+        self._console.file.flush()
+        self._num_shown = end
+
+
+def _show(console: Console, completions: list[Completion], stream: _Stream) -> None:
+    """Print the texts that are not printed yet, a ruler line above each of several samples."""
     for index, completion in enumerate(completions, 1):
         if len(completions) > 1:
             console.print(Text(f"── {index} of {len(completions)}", style="dim"))
-        thinking, tag, answer = completion.text.rpartition(THINK_CLOSE)
-        console.print(Text.assemble((visible(thinking + tag), "dim"), (visible(answer), "bold")))
+            stream = _Stream(console)
+        stream.end(completion.text)
         if completion.finish_reason == "length":
             print(f"cut off after {len(completion.token_ids)} tokens", file=sys.stderr)  # noqa: T201
 
