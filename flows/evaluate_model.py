@@ -22,13 +22,19 @@ from flows.answers import newest_evaluation
 from flows.curate_files import shown_progress
 from flows.environment import StageSelection, profile_folder
 from flows.run import carry_out
-from flows.show import find_artifact, path_of
+from flows.show import find_model
 from klear_core.artifacts.hub import commit_of
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, download
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.data_jobs import unused_overrides
-from klear_core.config.evaluate import EvaluateConfig, LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.evaluate import (
+    EvaluateConfig,
+    EvaluateSamplingConfig,
+    LocalEngineConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
@@ -40,7 +46,7 @@ from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
 from klear_core.generate.decoder.shape import is_supported
 from klear_core.generate.factory import ChatModel, ChatParams, open_chat
-from klear_core.pipeline.graph import stages_of
+from klear_core.hf_config import read_hf_config
 from klear_core.pipeline.preflight.exposure import (
     TrainingQuestions,
     given_contamination,
@@ -49,7 +55,6 @@ from klear_core.pipeline.preflight.exposure import (
 )
 from klear_core.prompts import THINK_CLOSE
 from klear_core.scores import visible
-from klear_core.train.base_model import model_folder, wanted_window
 from klear_core.types import Completion
 
 _SECTIONS = ("benchmarks", "evaluate", "verify", "judge", "seed", "data_until")
@@ -108,12 +113,21 @@ def evaluation_config(asked: Asked, given: Mapping[str, Any], taken: Taken | Non
     engine = _engine(asked.engine, given) if not has_engine or asked.engine != "auto" else None
     if engine is not None:
         tree = apply_override(tree, f"evaluate.engine.kind={engine}")
-    if asked.max_tokens is not None:
-        tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={asked.max_tokens}")
+    max_tokens = asked.max_tokens or (None if has_engine else _tokens_of_window(given))
+    if max_tokens is not None:
+        tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={max_tokens}")
     _refuse_unused(asked.overrides)
     for override in asked.overrides:
         tree = apply_override(tree, override)
     return validate(tree, origin="klear evaluate")
+
+
+def _tokens_of_window(given: Mapping[str, Any]) -> int | None:
+    """Return the window of a model's folder if it is less than the paper's budget, which no answer could have then."""
+    if given["kind"] == "hub":
+        return None  # not known before it is downloaded
+    window = read_hf_config(Path(given["path"])).window(given.get("max_position_embeddings"))
+    return window if window < EvaluateSamplingConfig().max_new_tokens else None
 
 
 def _refuse_unused(overrides: Sequence[str]) -> None:
@@ -235,6 +249,10 @@ def _taken_line(taken: Taken, config: PipelineConfig) -> str:
     )
 
 
+def _share(num_found: int, num_questions: int) -> str:
+    return f"{num_found:,} of its {num_questions:,} questions {'is' if num_found == 1 else 'are'}"
+
+
 def compared_with_training(config: PipelineConfig, artifact: Path, console: Console) -> PipelineConfig:
     """Compare benchmarks that the model's training data was not kept apart from with that data; print what is found.
 
@@ -254,7 +272,11 @@ def compared_with_training(config: PipelineConfig, artifact: Path, console: Cons
     clean = tuple(name for name, questions in overlap.found.items() if not questions)
     despite = tuple(name for name, questions in overlap.found.items() if questions)
     for name, questions in overlap.found.items():
-        found = f"{len(questions):,} of its questions are there: {questions[0]!r}" if questions else "none is there"
+        found = (
+            f"{_share(len(questions), overlap.num_questions[name])} there: {questions[0]!r}"
+            if questions
+            else "none is there"
+        )
         console.print(
             f"compared {name} with the {overlap.num_prompts:,} questions that the model was trained on: {found}",
             markup=False,
@@ -401,57 +423,6 @@ def _show(console: Console, completions: list[Completion], stream: _Stream) -> N
             print(f"cut off after {len(completion.token_ids)} tokens", file=sys.stderr)  # noqa: T201
 
 
-# ---- models by name ----
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundModel:
-    """A model that a word names: a folder, or a repository of the Hub."""
-
-    folder: Path | None = None
-    artifact: Path | None = None
-    """The artifact of a workspace that holds the folder, or points to it."""
-    published: HubModelConfig | None = None
-
-    @property
-    def window(self) -> int | None:
-        """Return the positions that the model was trained with, if its config states less."""
-        return None if self.artifact is None else wanted_window(self.artifact)
-
-    def as_given(self) -> dict[str, Any]:
-        """Return the settings of a run that name the model."""
-        if self.published is not None:
-            return {"kind": "hub", "repo": self.published.repo, "revision": self.published.revision}
-        given = {"kind": "folder", "path": str(self.folder)}
-        return given if self.window is None else given | {"max_position_embeddings": self.window}
-
-
-def find_model(which: str, root: Path, console: Console) -> FoundModel:
-    """Return the model that a word names, in any form that a command prints: see `find_artifact`.
-
-    It may also be a folder of any model, or `owner/name` on the Hub. ArtifactError or ConfigError if it is none.
-    """
-    path = path_of(which)
-    try:
-        artifact = find_artifact(which, root).absolute()
-    except ArtifactError as not_here:
-        if path.is_dir():
-            return FoundModel(folder=path.resolve())
-        try:
-            published = on_hub(which, console)
-        except ConfigError as e:
-            raise ConfigError(f"{not_here}; and as a model of the Hub: {e}") from e
-        if published is None:
-            raise
-        return FoundModel(published=published)
-    try:
-        folder = model_folder(artifact)
-    except ArtifactError as e:
-        makers = [stage.name for stage in stages_of(PipelineConfig()) if stage.job.makes_model]
-        raise ArtifactError(f"{e}; models are made by the stages {', '.join(makers)}") from e
-    return FoundModel(folder=folder, artifact=artifact)
-
-
 def _downloaded(published: HubModelConfig, which: str, root: Path) -> Path:
     """Return the folder of a model of the Hub, downloaded into the Hub's cache unless it is there."""
     try:
@@ -460,26 +431,3 @@ def _downloaded(published: HubModelConfig, which: str, root: Path) -> Path:
         raise ConfigError(f"no artifact {which!r} under {root}; and as a model of the Hub: {e}") from e
     with shown_progress(published.repo) as show:
         return download(published, lambda done, total: show(done, total, ""))
-
-
-# ---- models of the Hub ----
-
-
-_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-def on_hub(model: str, console: Console) -> HubModelConfig | None:
-    """Return the model of the Hub that `owner/name` or `owner/name@revision` names, pinned to a commit.
-
-    None for other words. The commit of a branch or tag is asked of the Hub, and printed.
-    """
-    named = _HUB_ID.fullmatch(model)
-    if named is None:
-        return None
-    repo, revision = named["repo"], named["revision"] or "main"
-    if not _COMMIT.fullmatch(revision):
-        commit = commit_of(repo, revision)
-        console.print(f"[dim]{repo}@{revision} is commit {commit}[/]")
-        revision = commit
-    return HubModelConfig(repo=repo, revision=revision)

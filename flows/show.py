@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from klear_core.artifacts.hub import commit_of
 from klear_core.artifacts.manifest import (
     MANIFEST,
     MANIFEST_SUM,
@@ -22,9 +24,12 @@ from klear_core.artifacts.manifest import (
     read_manifest,
 )
 from klear_core.artifacts.store import LocalStore
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.train import HubModelConfig
 from klear_core.errors import ArtifactError, ConfigError, meant
+from klear_core.pipeline.graph import stages_of
 from klear_core.scores import number, visible
-from klear_core.train.base_model import pointed_folder
+from klear_core.train.base_model import model_folder, pointed_folder, wanted_window
 
 _MAX_CELL_CHARS = 400
 
@@ -294,3 +299,74 @@ def _stage_of(folder: Path) -> str:
         return read_manifest(folder).stage
     except ArtifactError:
         return folder.parent.name
+
+
+# ---- models by name ----
+
+
+_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A model that a word names: a folder, or a repository of the Hub."""
+
+    folder: Path | None = None
+    artifact: Path | None = None
+    """The artifact of a workspace that holds the folder, or points to it."""
+    published: HubModelConfig | None = None
+
+    @property
+    def window(self) -> int | None:
+        """Return the positions that the model was trained with, if its config states less."""
+        return None if self.artifact is None else wanted_window(self.artifact)
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the settings of a run that name the model."""
+        if self.published is not None:
+            return {"kind": "hub", "repo": self.published.repo, "revision": self.published.revision}
+        given = {"kind": "folder", "path": str(self.folder)}
+        return given if self.window is None else given | {"max_position_embeddings": self.window}
+
+
+def find_model(which: str, root: Path, console: Console) -> FoundModel:
+    """Return the model that a word names, in any form that a command prints: see `find_artifact`.
+
+    It may also be a folder of any model, or `owner/name` on the Hub. ArtifactError or ConfigError if it is none.
+    """
+    path = path_of(which)
+    try:
+        artifact = find_artifact(which, root).absolute()
+    except ArtifactError as not_here:
+        if path.is_dir():
+            return FoundModel(folder=path.resolve())
+        try:
+            published = on_hub(which, console)
+        except ConfigError as e:
+            raise ConfigError(f"{not_here}; and as a model of the Hub: {e}") from e
+        if published is None:
+            raise
+        return FoundModel(published=published)
+    try:
+        folder = model_folder(artifact)
+    except ArtifactError as e:
+        makers = [stage.name for stage in stages_of(PipelineConfig()) if stage.job.makes_model]
+        raise ArtifactError(f"{e}; models are made by the stages {', '.join(makers)}") from e
+    return FoundModel(folder=folder, artifact=artifact)
+
+
+def on_hub(model: str, console: Console) -> HubModelConfig | None:
+    """Return the model of the Hub that `owner/name` or `owner/name@revision` names, pinned to a commit.
+
+    None for other words. The commit of a branch or tag is asked of the Hub, and printed.
+    """
+    named = _HUB_ID.fullmatch(model)
+    if named is None:
+        return None
+    repo, revision = named["repo"], named["revision"] or "main"
+    if not _COMMIT.fullmatch(revision):
+        commit = commit_of(repo, revision)
+        console.print(f"[dim]{repo}@{revision} is commit {commit}[/]")
+        revision = commit
+    return HubModelConfig(repo=repo, revision=revision)

@@ -9,8 +9,7 @@ from rich.console import Console
 from stored_evaluations import RIGHT, evaluation, given_model, made_model, published_report, said, sample
 
 from flows.compare import _find_report
-from flows.evaluate_model import find_model
-from flows.show import find_artifact
+from flows.show import find_artifact, find_model
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ArtifactError

@@ -7,6 +7,7 @@ given model was compared with those that the user declares, or that its lineage 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,8 @@ class TrainingOverlap:
     """Benchmark questions that are in the training data behind a model, by the rules that its data was kept by."""
 
     num_prompts: int
+    num_questions: Mapping[str, int]
+    """Questions of each benchmark."""
     found: Mapping[str, tuple[str, ...]]
     """Questions by benchmark; empty for one that has none there."""
 
@@ -176,7 +179,11 @@ def overlap_with_training(
         num_prompts += len(prompts)
         for question in questions_in(prompts, protected, _rules_of(read_manifest(data))):
             found[question.benchmark][question.question] = None
-    return TrainingOverlap(num_prompts=num_prompts, found={name: tuple(texts) for name, texts in found.items()})
+    return TrainingOverlap(
+        num_prompts=num_prompts,
+        num_questions=Counter(question.benchmark for question in protected),
+        found={name: tuple(texts) for name, texts in found.items()},
+    )
 
 
 def _rules_of(manifest: Manifest) -> DecontaminateConfig:
