@@ -21,7 +21,15 @@ from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fin
 from klear_core.artifacts.model_files import folder_of
 from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.curate import TagConfig
-from klear_core.config.data_jobs import BenchmarksJob, CurateJob, GivenModelJob, GivenProblemsJob, GivenRowsJob, GivenTracesJob, Rows
+from klear_core.config.data_jobs import (
+    BenchmarksJob,
+    CurateJob,
+    GivenModelJob,
+    GivenProblemsJob,
+    GivenRowsJob,
+    GivenTracesJob,
+    Rows,
+)
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
