@@ -478,7 +478,7 @@ class _TextSoFar:
         if now < self._due_at:
             return
         self._due_at = now + _TEXT_EVERY_S
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         # In the caller's thread: an error of what shows the text must not end the engine's.
         self._loop.call_soon_threadsafe(self._on_text, self._opening + str(text).rstrip("\ufffd"))
 
