@@ -57,11 +57,13 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install -q -e .
+	@echo "installing into $(VENV): torch, Ray, Prefect, MLflow and what they need; up to 12 minutes"
+	$(BIN)/python -m pip install -e .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install -q -e '.[dev]'
+	@echo "installing into $(VENV): torch, Ray, Prefect, MLflow and what they and the tests need; up to 12 minutes"
+	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 $(VLLM)/bin/python:

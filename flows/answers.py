@@ -10,10 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
-from flows.curate_files import check_file_place, check_folder_place, folder_name
+from flows.curate_files import check_file_place, check_folder_place, folder_name, shown_progress
 from flows.show import find_artifact
 from klear_core.artifacts.manifest import InputRecord, Manifest, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import is_same_model
@@ -53,14 +52,9 @@ def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool
         check_file_place("--out", out)
     verify = _with_overrides({}, overrides)
     console = Console(highlight=False)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("judging", total=None)
+    with shown_progress("judging") as show:
         summary = judge_file(
-            file,
-            verify,
-            out=out,
-            bare_code=bare_code,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            file, verify, out=out, bare_code=bare_code, progress=lambda done, total: show(done, total or 0, "")
         )
     _show_judged(console, summary)
     if not summary.num_rows:
@@ -166,9 +160,8 @@ def rejudge_answers(
     check_folder_place("--out", folder)
     check_folder(folder)
     console = Console(highlight=False, soft_wrap=True)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("judging", total=None)
-        summary = rejudge(source, verify, folder, progress=lambda done: progress.update(task, completed=done))
+    with shown_progress("judging") as show:
+        summary = rejudge(source, verify, folder, progress=lambda done: show(done, 0, ""))
     before = "judged before" if source.verify else "stated by the file"
     pair = [rejudged_answers(folder, which="before", name=before), rejudged_answers(folder, name="judged again")]
     has_before = any(b.before.num_without_verdict < b.before.num_answers for b in summary.benchmarks)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.commands import chat, evaluations, replay, show, sweep, ui
+from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, show, sweep, ui
 from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
 from klear_core.errors import ConfigError, KlearError
 
@@ -27,8 +27,9 @@ _BENCHMARKS = Path(__file__).parents[1] / "tests" / "bench"
 """Benchmark files of a checkout: `measure()` returns mappings with name, value, unit, target, ok and versions."""
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
+"""Commands in `klear --help` are in panels: run, score, look, serve."""
 rl_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Replay saved steps of an RL stage.")
-app.add_typer(rl_app, name="rl")
+app.add_typer(rl_app, name="rl", rich_help_panel=RUN)
 app.add_typer(evaluations)
 
 Profile = Annotated[
@@ -42,6 +43,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; the value is TOML. May be repeated."),
 ]
+Only = Annotated[str | None, typer.Option(help="This stage alone, on the artifacts that exist and on given results.")]
+From = Annotated[
+    str | None,
+    typer.Option("--from", help="Start at this stage; artifacts of the stages before it must exist or be given."),
+]
+Until = Annotated[str | None, typer.Option(help="Stop after this stage.")]
 
 
 def _show_version(is_asked: bool) -> None:
@@ -62,16 +69,13 @@ def klear(
     """
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def run(
     profile: Profile,
     overrides: Overrides = None,
-    only: Annotated[str | None, typer.Option(help="Run this stage alone, on the artifacts that exist.")] = None,
-    from_: Annotated[
-        str | None,
-        typer.Option("--from", help="Start at this stage; the artifacts of the stages before it must exist."),
-    ] = None,
-    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    only: Only = None,
+    from_: From = None,
+    until: Until = None,
     rerun_from: Annotated[
         str | None,
         typer.Option(
@@ -102,7 +106,7 @@ def run(
         carry_out(config, selection)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def ablate(
     file: Annotated[
         Path,
@@ -129,7 +133,7 @@ def ablate(
     ablate_grid(GridOptions(file=file, profile=profile, overrides=tuple(overrides or ()), is_dry_run=dry_run))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def plan(
     profile: Profile,
     overrides: Overrides = None,
@@ -143,6 +147,9 @@ def plan(
     is_exact: Annotated[
         bool, typer.Option("--exact", help="Measure the memory of each training on fake tensors, in up to a minute.")
     ] = False,
+    only: Only = None,
+    from_: From = None,
+    until: Until = None,
 ) -> None:
     """Validate a profile and show what a run would do: stages, reuse, damaged artifacts, tokens, memory. Runs nothing.
 
@@ -150,14 +157,17 @@ def plan(
 
     klear plan configs/laptop --set rl.optim.lr=3e-4
     """
+    from flows.environment import StageSelection
     from flows.plan import show_plan
+    from klear_core.pipeline.graph import stages_of
 
     config = _config(profile, overrides)
+    chosen, _ = StageSelection(only=only, from_=from_, until=until).of(stages_of(config))
     checked_by: CheckedBy = "content" if check else "size"
-    show_plan(config, checked_by=checked_by, with_config=with_config, is_exact=is_exact)
+    show_plan(config, chosen, checked_by=checked_by, with_config=with_config, is_exact=is_exact)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def doctor(
     with_gpu: Annotated[
         bool, typer.Option("--gpu", help="Compare the fast paths of GPU and CPU with plain operations; takes a minute.")
@@ -181,7 +191,7 @@ def doctor(
             raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def curate(
     sources: Annotated[list[str], typer.Argument(help="Files, folders or globs of problems in a published format.")],
     out: Annotated[Path, typer.Option(help="Folder for the result; new, empty, or of an earlier such command.")],
@@ -201,15 +211,7 @@ def curate(
     curate_files(sources, benchmarks or [], overrides or [], out=out)
 
 
-# In the order of `klear --help`, which is that of these calls.
-app.command()(show)
-app.command()(chat)
-rl_app.command()(replay)
-app.command()(ui)
-app.command()(sweep)
-
-
-@app.command()
+@app.command(rich_help_panel=SCORE)
 def judge(
     file: Annotated[
         Path,
@@ -238,7 +240,15 @@ def judge(
     judge_answers(file, overrides or [], out=out, bare_code=bare_code)
 
 
-@app.command()
+# Panels and commands in `klear --help` are in the order of these calls.
+app.command(rich_help_panel=LOOK)(show)
+app.command(rich_help_panel=LOOK)(chat)
+rl_app.command()(replay)
+app.command(rich_help_panel=SERVE)(ui)
+app.command(rich_help_panel=SERVE)(sweep)
+
+
+@app.command(rich_help_panel=RUN)
 def bench(name: Annotated[str, typer.Argument(help="Name of a file bench_NAME.py under tests/bench.")]) -> None:
     """Run one benchmark of this checkout and print a table, then a JSON line per measurement.
 

@@ -10,6 +10,9 @@ import typer
 
 from klear_core.errors import ConfigError
 
+RUN, SCORE, LOOK, SERVE = "Run", "Score", "Look", "Serve"
+"""Panels of `klear --help`."""
+
 evaluations = typer.Typer(rich_markup_mode="rich")
 
 Root = Annotated[Path, typer.Option(help="Workspace to look in.")]
@@ -22,7 +25,7 @@ LayoutOption = Annotated[
 ]
 
 
-@evaluations.command()
+@evaluations.command(rich_help_panel=SCORE)
 def rejudge(
     which: Annotated[
         str,
@@ -54,7 +57,7 @@ def rejudge(
     rejudge_answers(which, overrides or [], root=root, layout=layout, out=out, num_samples=num_samples)
 
 
-@evaluations.command()
+@evaluations.command(rich_help_panel=LOOK)
 def answers(
     which: Annotated[
         list[str],
@@ -77,7 +80,7 @@ def answers(
     view_answers(which, root=root, layout=layout, out=out)
 
 
-@evaluations.command()
+@evaluations.command(rich_help_panel=SCORE)
 def compare(
     which: Annotated[
         list[str],
@@ -101,7 +104,7 @@ def compare(
     compare_runs(which, root=root, out=out)
 
 
-@evaluations.command()
+@evaluations.command(rich_help_panel=LOOK)
 def champion(root: Root = Path("runs"), model: ChampionOf = "klear") -> None:
     """Show the champion in MLflow's model registry, the evidence that it was promoted on, and earlier champions.
 
@@ -114,7 +117,7 @@ def champion(root: Root = Path("runs"), model: ChampionOf = "klear") -> None:
     show_champion(model, root=root)
 
 
-@evaluations.command()
+@evaluations.command(rich_help_panel=SERVE)
 def rollback(
     why: Annotated[str, typer.Option(help="Reason, for the record.")],
     by: Annotated[str, typer.Option(help="Person, for the record; by default the name of the user.")] = "",
@@ -130,7 +133,7 @@ def rollback(
     roll_back(model, root=root, why=why, by=by)
 
 
-@evaluations.command()
+@evaluations.command(rich_help_panel=SERVE)
 def publish(
     model: Annotated[str, typer.Argument(help="A stage that makes a model (its newest), a fingerprint, or a folder.")],
     to: Annotated[str, typer.Option(help="A new folder, or a name on the Hub, owner/name, to upload to.")],
@@ -153,8 +156,8 @@ def publish(
     publish_model(model, to, root=root, licence=licence, is_private=is_private)
 
 
-@evaluations.command()
-def evaluate(
+@evaluations.command(rich_help_panel=SCORE)
+def evaluate(  # noqa: PLR0913, PLR0917  one option each
     model: Annotated[
         str,
         typer.Argument(help="A Hugging Face folder, owner/name or owner/name@revision on the Hub, or a stage: rl."),
@@ -170,8 +173,15 @@ def evaluate(
         int | None,
         typer.Option("--samples", min=1, help="Number of answers to each problem; by default that of the benchmark."),
     ] = None,
+    num_problems: Annotated[
+        int | None,
+        typer.Option(
+            "--problems", min=1, help="Number of problems of each benchmark, drawn by the seed; default: all."
+        ),
+    ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default 32,768, or that of the profile.")
+        int | None,
+        typer.Option(min=1, help="Maximum tokens of an answer; default: that of the profile or model, else 32,768."),
     ] = None,
     engine: Annotated[
         Literal["auto", "torch", "vllm"],
@@ -195,6 +205,7 @@ def evaluate(
         benchmarks=benchmarks or [],
         profile=profile,
         num_samples=num_samples,
+        num_problems=num_problems,
         max_tokens=max_tokens,
         engine=engine,
         overrides=overrides or [],

@@ -18,15 +18,16 @@ from rich.text import Text
 from flows.answers import newest_evaluation, score_table
 from flows.curate_files import check_folder_place, folder_name
 from flows.servers import check_tracking
-from flows.show import find_artifact
+from flows.show import find_artifact, path_of
 from klear_core.artifacts.hub import require_token, upload
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.remote_paths import store_of
+from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import explained, toml_value
 from klear_core.config.losses import GPPO_PRESETS, LOSS_KINDS, GppoConfig, LossConfig
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.stage import RlJob
+from klear_core.config.stage import ReportJob, RlJob
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.compare.promotion import Decision, read_decision, short_name
 from klear_core.report.publish import write_model
@@ -87,11 +88,22 @@ def show_comparison(console: Console, comparison: RunComparison) -> None:
 
 
 def _find_report(which: str, root: Path) -> Path:
-    """Return the folder of the report's artifact that `which` names."""
-    workspace = Path(which)
+    """Return the folder of the report's artifact that `which` names; a model or another artifact means its newest."""
+    workspace = path_of(which)
     if (workspace / "artifacts").is_dir():
         return find_artifact("report", workspace).absolute()
-    return find_artifact(which, root).absolute()
+    artifact = find_artifact(which, root).absolute()
+    own = read_manifest(artifact)
+    if own.kind == ReportJob.kind:
+        return artifact
+    reports = []
+    for folder in LocalStore(artifact.parents[1]).folders(ReportJob.kind):
+        manifest = read_manifest(folder)
+        if any((record.kind, record.fingerprint) == (own.kind, own.fingerprint) for record in manifest.inputs):
+            reports.append((manifest.created_at, folder))
+    if not reports:
+        raise ArtifactError(f"{artifact}: is no report of a run, and no report here has it")
+    return max(reports)[1]
 
 
 def _comparison_table(row: ScoreRow, comparison: RunComparison) -> Table:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,6 +27,7 @@ from klear_core.data.datafiles import check_name, default_name
 from klear_core.errors import ConfigError, KlearError
 from klear_core.report.run.build import write_curation_page
 from klear_core.scores import visible
+from tasks.progress import ProgressLines
 
 KEPT, DROPPED, PAGE, LEAKS = "kept.parquet", "dropped.parquet", "report.html", LEAKS_PAGE
 
@@ -44,9 +46,9 @@ def curate_files(sources: Sequence[str], benchmarks: Sequence[str], overrides: S
     no_benchmarks.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        with Progress(console=console, transient=True) as bar:
+        with shown_progress("reading") as show:
             summary = curate(
-                config.curate, benchmarks=no_benchmarks, seed=config.seed, workdir=workdir, telemetry=_Bar(bar)
+                config.curate, benchmarks=no_benchmarks, seed=config.seed, workdir=workdir, telemetry=_Shown(show)
             )
         _publish(summary, workdir, out, title=out.name)
     except KlearError as e:
@@ -105,12 +107,33 @@ def _drops(summary: StageSummary) -> Table:
     return table
 
 
-class _Bar:
-    """Shows the step and how much of it is done; a curation logs no metrics."""
+ShowProgress = Callable[[int, int, str], None]
+"""Shows that `done` of `total` units (0: not known) are done, with a note."""
 
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-        self._task = bar.add_task("reading", total=None)
+
+@contextmanager
+def shown_progress(what: str) -> Iterator[ShowProgress]:
+    """Yield a function that shows progress: in a bar on a terminal, elsewhere in a line a minute on standard error."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total, note: bar.update(
+                task, completed=done, total=total or None, description=note or what
+            )
+        return
+    lines = ProgressLines(what, partial(console.print, markup=False))
+    try:
+        yield lines.update
+    finally:
+        lines.close()
+
+
+class _Shown:
+    """Shows the step of a curation and how much of it is done; a curation logs no metrics."""
+
+    def __init__(self, show: ShowProgress) -> None:
+        self._show = show
 
     def log(self, metrics: object, *, step: int) -> None:
         """Do nothing."""
@@ -119,8 +142,8 @@ class _Bar:
         """Do nothing."""
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Update the bar."""
-        self._bar.update(self._task, completed=done, total=total, description=note or "reading")
+        """Show it."""
+        self._show(done, total, note)
 
 
 def _require_own_folder(out: Path) -> None:

@@ -17,7 +17,7 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.load import apply_override, overlay, profiles_in, read_profile, validate, with_defaults
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import Stage
-from klear_core.errors import ConfigError
+from klear_core.errors import ConfigError, meant
 from klear_core.pipeline.graph import select_stages, stages_again, workspace_root
 
 LOGGERS = ("klear_core", "tasks", "flows")
@@ -101,7 +101,8 @@ def profile_folder(profile: str) -> Path:
         return named
     if given.name == profile and not given.is_dir():
         raise ConfigError(
-            f"{profile}: no such profile folder; profiles that go by their name: {', '.join(profiles_in(CONFIGS))}"
+            f"{profile}: no such profile folder; "
+            f"{meant(profile, profiles_in(CONFIGS), 'profiles that go by their name')}"
         )
     return given
 

@@ -7,36 +7,54 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from pydantic import ValidationError
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
+from flows.answers import newest_evaluation
+from flows.curate_files import shown_progress
 from flows.environment import StageSelection, profile_folder
 from flows.run import carry_out
-from flows.show import find_artifact
+from flows.show import find_model
 from klear_core.artifacts.hub import commit_of
-from klear_core.artifacts.manifest import MANIFEST
+from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, download
+from klear_core.config.data import BenchmarkConfig
 from klear_core.config.data_jobs import unused_overrides
-from klear_core.config.evaluate import LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.evaluate import (
+    EvaluateConfig,
+    EvaluateSamplingConfig,
+    LocalEngineConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig
 from klear_core.config.train import HubModelConfig
+from klear_core.config.verify import VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
 from klear_core.generate.decoder.shape import is_supported
 from klear_core.generate.factory import ChatModel, ChatParams, open_chat
-from klear_core.pipeline.graph import stages_of
+from klear_core.hf_config import read_hf_config
+from klear_core.pipeline.preflight.exposure import (
+    TrainingQuestions,
+    given_contamination,
+    overlap_with_training,
+    questions_of_one_form,
+)
 from klear_core.prompts import THINK_CLOSE
 from klear_core.scores import visible
-from klear_core.train.base_model import model_folder, wanted_window
 from klear_core.types import Completion
 
 _SECTIONS = ("benchmarks", "evaluate", "verify", "judge", "seed", "data_until")
@@ -55,6 +73,7 @@ class Asked:
     benchmarks: Sequence[str]
     profile: str | None
     num_samples: int | None
+    num_problems: int | None = None
     max_tokens: int | None
     engine: Literal["auto", "torch", "vllm"]
     overrides: Sequence[str]
@@ -64,33 +83,51 @@ class Asked:
 def evaluate_model(asked: Asked) -> None:
     """Evaluate the model and print its scores; resume what an earlier such command left unfinished."""
     console = Console(highlight=False, soft_wrap=True)
-    given = _given(asked.model, asked.root, console)
-    config = evaluation_config(asked, given)
+    found = find_model(asked.model, asked.root, console)
+    taken = None if asked.profile is not None or found.artifact is None else settings_of(found.artifact)
+    config = evaluation_config(asked, found.as_given(), taken)
+    if taken is not None:
+        console.print(_taken_line(taken, config), markup=False)
+    if found.artifact is not None:
+        config = compared_with_training(config, found.artifact, console)
     carry_out(config, StageSelection())
     console.print(f"answers  klear answers evaluate_model --root {shlex.quote(config.workspace.root)}", markup=False)
 
 
-def evaluation_config(asked: Asked, given: Mapping[str, Any]) -> PipelineConfig:
+def evaluation_config(asked: Asked, given: Mapping[str, Any], taken: Taken | None = None) -> PipelineConfig:
     """Return the config of a run that scores a given model alone; ConfigError names a benchmark that is not there.
 
-    Sampling and judges are those of the profile, without one the defaults, which are the paper's.
+    Sampling and judges are those of the profile, without one those that the model brings, else the defaults, which are
+    the paper's.
     """
     tree: dict[str, Any] = {"name": "evaluate", "given": {"evaluate": dict(given)}}
     if asked.profile is not None:
         profile = read_profile(profile_folder(asked.profile))
         tree |= {key: profile[key] for key in _SECTIONS if key in profile}
+    if taken is not None:
+        tree |= taken.sections
     tree["benchmarks"] = _benchmarks(asked, tree.get("benchmarks", []))
     tree["workspace"] = {"root": str(asked.root)}
     # A profile has chosen its engine; "auto" looks at the model only where there is none.
-    engine = _engine(asked.engine, given) if asked.profile is None or asked.engine != "auto" else None
+    has_engine = asked.profile is not None or taken is not None
+    engine = _engine(asked.engine, given) if not has_engine or asked.engine != "auto" else None
     if engine is not None:
         tree = apply_override(tree, f"evaluate.engine.kind={engine}")
-    if asked.max_tokens is not None:
-        tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={asked.max_tokens}")
+    max_tokens = asked.max_tokens or (None if has_engine else _tokens_of_window(given))
+    if max_tokens is not None:
+        tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={max_tokens}")
     _refuse_unused(asked.overrides)
     for override in asked.overrides:
         tree = apply_override(tree, override)
     return validate(tree, origin="klear evaluate")
+
+
+def _tokens_of_window(given: Mapping[str, Any]) -> int | None:
+    """Return the window of a model's folder if it is less than the paper's budget, which no answer could have then."""
+    if given["kind"] == "hub":
+        return None  # not known before it is downloaded
+    window = read_hf_config(Path(given["path"])).window(given.get("max_position_embeddings"))
+    return window if window < EvaluateSamplingConfig().max_new_tokens else None
 
 
 def _refuse_unused(overrides: Sequence[str]) -> None:
@@ -117,7 +154,25 @@ def _benchmarks(asked: Asked, of_profile: Sequence[Mapping[str, Any]]) -> list[d
     chosen = [_benchmark(name, named) for name in asked.benchmarks] or list(named.values())
     if asked.num_samples is not None:
         chosen = [benchmark | {"num_samples": asked.num_samples} for benchmark in chosen]
-    return chosen
+    return chosen if asked.num_problems is None else [_part(benchmark, asked.num_problems) for benchmark in chosen]
+
+
+def _part(settings: Mapping[str, Any], num_problems: int) -> dict[str, Any]:
+    """Return the settings of a part of a benchmark, under a name that no score of the whole has."""
+    try:
+        whole = BenchmarkConfig.model_validate(settings)
+    except ValidationError:
+        return {**settings, "num_problems": num_problems}  # which `validate` refuses, with the key
+    # It is no published benchmark any more.
+    part = whole.model_copy(
+        update={
+            "name": f"{whole.name}_part_{num_problems}",
+            "known": "",
+            "published": whole.published_on,
+            "num_problems": num_problems,
+        }
+    )
+    return part.model_dump(mode="json")
 
 
 def _benchmark(name: str, named: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -154,16 +209,85 @@ def _as_name(path: Path) -> str:
     return name
 
 
-def _given(model: str, root: Path, console: Console) -> dict[str, Any]:
-    """Return the settings that name the model: a folder, a repository of the Hub, or a model of the workspace."""
-    # An artifact's folder holds its model in a folder below; the last line finds it.
-    if Path(model).is_dir() and not (Path(model) / MANIFEST).is_file():
-        return {"kind": "folder", "path": str(Path(model).resolve())}
-    # `artifacts/sft` could be a folder as well as a name on the Hub.
-    published = None if Path(model).is_dir() else on_hub(model, console)
-    if published is not None:
-        return {"kind": "hub", "repo": published.repo, "revision": published.revision}
-    return {"kind": "folder", "path": str(model_folder(find_artifact(model, root).absolute()))}
+# ---- what a model of the workspace brings ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Settings for the evaluation of a model of this workspace, and where they were taken from."""
+
+    sections: Mapping[str, Any]
+    origin: str
+
+
+def settings_of(artifact: Path) -> Taken | None:
+    """Return the settings with which a model was scored last or, if it never was, with which it was trained by RL.
+
+    None if it was neither, or by a version whose settings are not these.
+    """
+    with suppress(ArtifactError, KeyError, ValidationError):
+        scored = read_manifest(newest_evaluation(artifact))
+        evaluate = EvaluateConfig.model_validate(scored.config["evaluate"]).model_copy(update={"templates": {}})
+        verify = VerifyConfig.model_validate(scored.config["verify"])
+        sections = {"evaluate": evaluate.model_dump(mode="json"), "verify": verify.model_dump(mode="json")}
+        return Taken(sections=sections, origin=f"its evaluation {scored.fingerprint[:8]}")
+    with suppress(ArtifactError, KeyError, ValidationError):
+        trained = read_manifest(artifact)
+        rollout = RlConfig.model_validate(trained.config["rl"]).rollout
+        return Taken(
+            sections={"evaluate": rollout.model_dump(mode="json", include={"sampling", "engine"})},
+            origin=f"its training {trained.fingerprint[:8]}",
+        )
+    return None
+
+
+def _taken_line(taken: Taken, config: PipelineConfig) -> str:
+    sampling, engine = config.evaluate.sampling, config.evaluate.engine.kind
+    return (
+        f"taken    from {taken.origin}: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
+        f"{sampling.max_new_tokens:,} tokens, engine {engine}, judge settings"
+    )
+
+
+def _share(num_found: int, num_questions: int) -> str:
+    return f"{num_found:,} of its {num_questions:,} questions {'is' if num_found == 1 else 'are'}"
+
+
+def compared_with_training(config: PipelineConfig, artifact: Path, console: Console) -> PipelineConfig:
+    """Compare benchmarks that the model's training data was not kept apart from with that data; print what is found.
+
+    Return the config that declares them as compared or, with questions in common, to be scored despite of it, which
+    the report says.
+    """
+    missed = {name for exposure in given_contamination(config) for name in exposure.missed}
+    benchmarks = [b for b in config.benchmarks if b.name in missed and b.name not in config.given.score_despite]
+    if not benchmarks:
+        return config
+    overlap = overlap_with_training(artifact, benchmarks, seed=config.seed)
+    if overlap is None:
+        return config  # preflight says what is not known
+    given = config.given.evaluate
+    assert given is not None, "an evaluation scores a given model"
+    declared = () if given.decontaminated_against == "unknown" else given.decontaminated_against
+    clean = tuple(name for name, questions in overlap.found.items() if not questions)
+    despite = tuple(name for name, questions in overlap.found.items() if questions)
+    for name, questions in overlap.found.items():
+        found = (
+            f"{_share(len(questions), overlap.num_questions[name])} there: {questions[0]!r}"
+            if questions
+            else "none is there"
+        )
+        console.print(
+            f"compared {name} with the {overlap.num_prompts:,} questions that the model was trained on: {found}",
+            markup=False,
+        )
+    facts = config.given.model_copy(
+        update={
+            "evaluate": given.model_copy(update={"decontaminated_against": (*declared, *clean)}) if clean else given,
+            "score_despite": (*config.given.score_despite, *despite),
+        }
+    )
+    return config.model_copy(update={"given": facts})
 
 
 def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:
@@ -194,59 +318,53 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
     if question is not None and not question.strip():
         raise ConfigError("klear chat: the question is empty; without one, each line of standard input is a question")
     console = Console(highlight=False, soft_wrap=True)
-    folder, window = _find_model(which, root, Console(stderr=True))
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    found = find_model(which, root, errors)
+    folder = found.folder or _downloaded(cast("HubModelConfig", found.published), which, root)
     if engine == "auto":
         engine = "torch" if is_supported(folder) else "vllm"
+    trained_on = None if found.artifact is None else questions_of_one_form(found.artifact)
     with asyncio.Runner() as runner:
         model = runner.run(
-            open_chat(folder, _ENGINES[engine], num_threads=usable_cpus(), seed=params.seed, window=window)
+            open_chat(folder, _ENGINES[engine], num_threads=usable_cpus(), seed=params.seed, window=found.window)
         )
         try:
+            ask = partial(_ask, runner, model, params, console, trained_on)
             if question is not None:
-                _show(console, runner.run(model.ask(question, params)))
+                ask(question)
             else:
-                _answer_lines(runner, model, params, console)
+                _answer_lines(ask)
         finally:
             runner.run(model.close())
 
 
-def _find_model(which: str, root: Path, console: Console) -> tuple[Path, int | None]:
-    """Return the Hugging Face folder that `which` names, and its training window if the model's config states less.
-
-    A model of the Hub is downloaded into the Hub's cache, unless it is there.
-    """
-    if (Path(which) / "config.json").is_file():
-        return Path(which), None
-    try:
-        artifact = find_artifact(which, root)
-    except ArtifactError as not_here:
-        try:
-            published = on_hub(which, console)
-            if published is None:
-                raise
-            check_model(published)
-        except ConfigError as e:
-            raise ConfigError(f"{not_here}; and as a model of the Hub: {e}") from e
-        with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console, transient=True) as bars:
-            bar = bars.add_task(published.repo, total=None)
-            return download(published, lambda done, total: bars.update(bar, completed=done, total=total)), None
-    try:
-        return model_folder(artifact), wanted_window(artifact)
-    except ArtifactError as e:
-        makers = [stage.name for stage in stages_of(PipelineConfig()) if stage.job.makes_model]
-        raise ArtifactError(f"{e}; models are made by the stages {', '.join(makers)}") from e
-
-
-def _answer_lines(runner: asyncio.Runner, model: ChatModel, params: ChatParams, console: Console) -> None:
+def _answer_lines(ask: Callable[[str], None]) -> None:
     num_failed = 0
     for question in _lines():
         try:
-            _show(console, runner.run(model.ask(question, params)))
+            ask(question)
         except DataError as e:
             num_failed += 1
             print(f"error: {e}", file=sys.stderr)  # noqa: T201
     if num_failed:
         raise DataError(f"{num_failed} of the questions could not be asked")
+
+
+def _ask(
+    runner: asyncio.Runner,
+    model: ChatModel,
+    params: ChatParams,
+    console: Console,
+    trained_on: TrainingQuestions | None,
+    question: str,
+) -> None:
+    """Ask one question and print its answers, a single one as it comes; say first if the model never saw the like."""
+    why = None if trained_on is None else trained_on.why_unlike(question)
+    if why is not None:
+        print(f"note: {visible(why)}", file=sys.stderr)  # noqa: T201
+    stream = _Stream(console)
+    completions = runner.run(model.ask(question, params, stream.show))
+    _show(console, completions, stream)
 
 
 def _lines() -> Iterator[str]:
@@ -265,35 +383,51 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _show(console: Console, completions: list[Completion]) -> None:
-    """Print the model's text: thinking dimmed, the answer bold, a ruler line above each of several samples."""
+class _Stream:
+    """Prints an answer as it grows: thinking dimmed, the answer bold."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._num_shown = 0
+
+    def show(self, text: str) -> None:
+        """Print what has come since the last call, but for the last characters, which may begin an end of thinking."""
+        self._print(text, until=len(text) - len(THINK_CLOSE))
+
+    def end(self, text: str) -> None:
+        """Print the rest, and end the line."""
+        self._print(text, until=len(text))
+        self._console.out("")
+
+    def _print(self, text: str, *, until: int) -> None:
+        start, end = self._num_shown, max(until, self._num_shown)
+        close = text.rfind(THINK_CLOSE)
+        # All is the answer once it is known that no thinking ended; until then it is taken for thinking.
+        border = close + len(THINK_CLOSE) if close >= 0 else (0 if until == len(text) else end)
+        border = min(max(border, start), end)
+        for part, style in ((text[start:border], "dim"), (text[border:end], "bold")):
+            if part:
+                self._console.out(visible(part), style=style, end="", highlight=False)
+        self._console.file.flush()
+        self._num_shown = end
+
+
+def _show(console: Console, completions: list[Completion], stream: _Stream) -> None:
+    """Print the texts that are not printed yet, a ruler line above each of several samples."""
     for index, completion in enumerate(completions, 1):
         if len(completions) > 1:
             console.print(Text(f"── {index} of {len(completions)}", style="dim"))
-        thinking, tag, answer = completion.text.rpartition(THINK_CLOSE)
-        console.print(Text.assemble((visible(thinking + tag), "dim"), (visible(answer), "bold")))
+            stream = _Stream(console)
+        stream.end(completion.text)
         if completion.finish_reason == "length":
             print(f"cut off after {len(completion.token_ids)} tokens", file=sys.stderr)  # noqa: T201
 
 
-# ---- models of the Hub ----
-
-
-_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-def on_hub(model: str, console: Console) -> HubModelConfig | None:
-    """Return the model of the Hub that `owner/name` or `owner/name@revision` names, pinned to a commit.
-
-    None for other words. The commit of a branch or tag is asked of the Hub, and printed.
-    """
-    named = _HUB_ID.fullmatch(model)
-    if named is None:
-        return None
-    repo, revision = named["repo"], named["revision"] or "main"
-    if not _COMMIT.fullmatch(revision):
-        commit = commit_of(repo, revision)
-        console.print(f"[dim]{repo}@{revision} is commit {commit}[/]")
-        revision = commit
-    return HubModelConfig(repo=repo, revision=revision)
+def _downloaded(published: HubModelConfig, which: str, root: Path) -> Path:
+    """Return the folder of a model of the Hub, downloaded into the Hub's cache unless it is there."""
+    try:
+        check_model(published)
+    except ConfigError as e:
+        raise ConfigError(f"no artifact {which!r} under {root}; and as a model of the Hub: {e}") from e
+    with shown_progress(published.repo) as show:
+        return download(published, lambda done, total: show(done, total, ""))

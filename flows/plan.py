@@ -50,7 +50,8 @@ def show_plan(
     """
     from klear_core.config.settings import config_digest
     from klear_core.pipeline.plan import detectable_lines, plan_stages
-    from klear_core.pipeline.preflight.checks import given_contamination, problems_with
+    from klear_core.pipeline.preflight.checks import problems_with
+    from klear_core.pipeline.preflight.exposure import given_contamination
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{config.name}[/] seed {config.seed}, config {config_digest(config)}, valid")

@@ -267,6 +267,11 @@ class RunConsole(StageConsole):
         if self._task is not None:
             self._progress.update(self._task, completed=done, total=total, note=escape(note))
 
+    def stage_pace(self, line: str) -> None:
+        """Print the line where the output is not a terminal."""
+        if not self.console.is_terminal:
+            self.console.print(f"    {escape(line)}", soft_wrap=True)
+
     def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
         """Print one line: the artifact and its counts, and whether it was made or reused."""
         self._end_bar()

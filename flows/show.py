@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, InputRecord, LedgerStep, Manifest, read_manifest
+from klear_core.artifacts.hub import commit_of
+from klear_core.artifacts.manifest import (
+    MANIFEST,
+    MANIFEST_SUM,
+    OUTSIDE_KINDS,
+    InputRecord,
+    LedgerStep,
+    Manifest,
+    read_manifest,
+)
 from klear_core.artifacts.store import LocalStore
-from klear_core.errors import ArtifactError, ConfigError
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.train import HubModelConfig
+from klear_core.errors import ArtifactError, ConfigError, meant
+from klear_core.pipeline.graph import stages_of
 from klear_core.scores import number, visible
+from klear_core.train.base_model import model_folder, pointed_folder, wanted_window
 
 _MAX_CELL_CHARS = 400
 
@@ -206,30 +221,67 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def find_artifact(which: str, root: Path) -> Path:
-    """Return an artifact's folder: `which` is that folder, a stage or kind (its newest), or the start of a fingerprint.
+    """Return an artifact's folder, named in any form that a command prints.
 
-    ArtifactError lists the stages that have an artifact.
+    `which` is that folder, a file or folder in it (a run's `model`), a folder that it points to, its URI, a stage or
+    kind (its newest), the start of a fingerprint, with or without the kind (`rl/3f2a`, `rl 3f2a`), or the origin of a
+    given model. ArtifactError lists the stages that have an artifact.
     """
-    if (Path(which) / MANIFEST).is_file():
-        return Path(which)
+    path = path_of(which)
+    around = _artifact_around(path)
+    if around is not None:
+        return around
     folders = LocalStore(root / "artifacts").folders()
     if not folders:
         raise ArtifactError(
             f"no artifact {which!r}: there is none at all under {root}; --root names the workspace of a run"
         )
     stages = {folder: _stage_of(folder) for folder in folders}
-    by_fingerprint = [f for f in folders if f.name.startswith(which)]
+    name = which.replace(" ", "/")
+    by_fingerprint = [f for f in folders if name and (f.name.startswith(name) or _id_of(f).startswith(name))]
     by_stage = [f for f in folders if stages[f] == which]
     by_kind = [f for f in folders if f.parent.name == which]
-    hits = by_stage or by_kind or by_fingerprint
+    hits = by_stage or by_kind or by_fingerprint or [f for f in folders if _stands_for(f, path, which)]
     if not hits:
-        there = ", ".join(sorted(set(stages.values())))
-        raise ArtifactError(f"no artifact {which!r} under {root}; stages that have one there: {there}")
+        raise ArtifactError(f"no artifact {which!r} under {root}; {meant(which, sorted(set(stages.values())), STAGES)}")
     if hits is by_fingerprint and len(hits) > 1:
-        raise ArtifactError(
-            f"{which!r} begins several fingerprints: {', '.join(f'{f.parent.name}/{f.name}' for f in hits)}"
-        )
+        raise ArtifactError(f"{which!r} begins several fingerprints: {', '.join(map(_id_of, hits))}")
     return max(hits, key=lambda folder: (folder / MANIFEST).stat().st_mtime)
+
+
+STAGES = "stages that have one there"
+
+
+def path_of(which: str) -> Path:
+    """Return the path that a word may be; a manifest and MLflow write it as a URI."""
+    return Path(unquote(urlsplit(which).path)) if which.startswith("file:") else Path(which).expanduser()
+
+
+def _artifact_around(path: Path) -> Path | None:
+    """Return the artifact that a path is, or is in; None if it is in none, or does not exist."""
+    if not path.exists():
+        return None
+    # A manifest alone may be one of another program.
+    around = (folder for folder in (path, *path.absolute().parents) if (folder / MANIFEST_SUM).is_file())
+    return path if (path / MANIFEST).is_file() else next(around, None)
+
+
+def _id_of(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}"
+
+
+def _stands_for(folder: Path, path: Path, which: str) -> bool:
+    """Return whether an artifact only points to the model in this folder, or was taken from this origin."""
+    pointed = pointed_folder(folder)
+    if pointed is None:
+        return False
+    if path.is_dir() and pointed.resolve() == path.resolve():
+        return True
+    try:
+        given = read_manifest(folder).given
+    except ArtifactError:
+        return False
+    return given is not None and given.origin == which
 
 
 def name_of(folder: Path, stage: str, root: Path) -> str:
@@ -247,3 +299,74 @@ def _stage_of(folder: Path) -> str:
         return read_manifest(folder).stage
     except ArtifactError:
         return folder.parent.name
+
+
+# ---- models by name ----
+
+
+_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A model that a word names: a folder, or a repository of the Hub."""
+
+    folder: Path | None = None
+    artifact: Path | None = None
+    """The artifact of a workspace that holds the folder, or points to it."""
+    published: HubModelConfig | None = None
+
+    @property
+    def window(self) -> int | None:
+        """Return the positions that the model was trained with, if its config states less."""
+        return None if self.artifact is None else wanted_window(self.artifact)
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the settings of a run that name the model."""
+        if self.published is not None:
+            return {"kind": "hub", "repo": self.published.repo, "revision": self.published.revision}
+        given = {"kind": "folder", "path": str(self.folder)}
+        return given if self.window is None else given | {"max_position_embeddings": self.window}
+
+
+def find_model(which: str, root: Path, console: Console) -> FoundModel:
+    """Return the model that a word names, in any form that a command prints: see `find_artifact`.
+
+    It may also be a folder of any model, or `owner/name` on the Hub. ArtifactError or ConfigError if it is none.
+    """
+    path = path_of(which)
+    try:
+        artifact = find_artifact(which, root).absolute()
+    except ArtifactError as not_here:
+        if path.is_dir():
+            return FoundModel(folder=path.resolve())
+        try:
+            published = on_hub(which, console)
+        except ConfigError as e:
+            raise ConfigError(f"{not_here}; and as a model of the Hub: {e}") from e
+        if published is None:
+            raise
+        return FoundModel(published=published)
+    try:
+        folder = model_folder(artifact)
+    except ArtifactError as e:
+        makers = [stage.name for stage in stages_of(PipelineConfig()) if stage.job.makes_model]
+        raise ArtifactError(f"{e}; models are made by the stages {', '.join(makers)}") from e
+    return FoundModel(folder=folder, artifact=artifact)
+
+
+def on_hub(model: str, console: Console) -> HubModelConfig | None:
+    """Return the model of the Hub that `owner/name` or `owner/name@revision` names, pinned to a commit.
+
+    None for other words. The commit of a branch or tag is asked of the Hub, and printed.
+    """
+    named = _HUB_ID.fullmatch(model)
+    if named is None:
+        return None
+    repo, revision = named["repo"], named["revision"] or "main"
+    if not _COMMIT.fullmatch(revision):
+        commit = commit_of(repo, revision)
+        console.print(f"[dim]{repo}@{revision} is commit {commit}[/]")
+        revision = commit
+    return HubModelConfig(repo=repo, revision=revision)

@@ -17,9 +17,10 @@ An error with `is_permanent` would fail again: it is not retried.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 log = logging.getLogger(__name__)
@@ -118,3 +119,10 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
+
+
+def meant(word: str, known: Sequence[str], what: str) -> str:
+    """Return what is known, after the word that may be meant: `did you mean sft? stages: base, sft, rl`."""
+    close = difflib.get_close_matches(word, known, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return f"{guess}{what}: {', '.join(known)}"

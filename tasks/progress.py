@@ -42,6 +42,9 @@ class Console:
     def stage_progress(self, stage: str, done: int, total: int, note: str) -> None:
         """Show `done` of `total` units of the running stage; called often."""
 
+    def stage_pace(self, line: str) -> None:
+        """Show a line about the running stage, where there is no bar; called once a minute."""
+
     def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
         """Show that a stage has its artifact."""
 
@@ -173,6 +176,98 @@ def artifact_of_current_run(stage: str) -> ProgressArtifact | None:
 
 def _percent(done: int, total: int) -> float:
     return min(100.0, 100 * done / max(total, 1))
+
+
+# ---- a line a minute, where there is no bar ----
+
+
+LINE_EVERY_S = 60.0
+"""Seconds between two lines about a stage that works."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """What a stage has done, and how fast; its times are seconds of one clock."""
+
+    stage: str
+    started_s: float
+    done: int = 0
+    total: int = 0
+    """0 if it is not known."""
+    note: str = ""
+    first: tuple[float, int] | None = None
+    """Time and units of the first report of these units, before which an earlier attempt may have done some."""
+    last_s: float = 0.0
+    """Time of the last report."""
+
+    def update(self, done: int, total: int, note: str, *, now_s: float) -> None:
+        """Note a report. Another total, or fewer units than before, begins other units."""
+        if self.first is None or total != self.total or done < self.done:
+            self.first = (now_s, done)
+        self.done, self.total, self.note, self.last_s = done, total, note, now_s
+
+    def line(self, now_s: float) -> str:
+        """Return what is done, the rate and the time left: `rl: 34 of 80, 3.2 a minute, about 14 min left, ...`."""
+        if self.first is None:
+            return f"{self.stage}: working for {_duration(now_s - self.started_s)}"
+        parts = [f"{self.stage}: {self.done:,}{f' of {self.total:,}' if self.total else ''}"]
+        first_s, first_done = self.first
+        if self.done > first_done and self.last_s > first_s:
+            per_s = (self.done - first_done) / (self.last_s - first_s)
+            parts.append(_rate(per_s))
+            if self.done < self.total:
+                parts.append(f"about {_duration((self.total - self.done) / per_s)} left")
+        if self.note:
+            parts.append(self.note)
+        if now_s - self.last_s >= LINE_EVERY_S:
+            parts.append(f"nothing new for {_duration(now_s - self.last_s)}")
+        return ", ".join(parts)
+
+
+class ProgressLines:
+    """Says once a minute how far a stage is, from a thread of its own: also while a long step reports nothing."""
+
+    def __init__(self, stage: str, say: Callable[[str], None], *, every_s: float = LINE_EVERY_S) -> None:
+        """`say` gets the lines, in the caller's context."""
+        self._pace = Pace(stage=stage, started_s=time.monotonic())
+        self._say, self._every_s = say, every_s
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        context = contextvars.copy_context()  # by which Prefect knows the run of a log record
+        self._thread = threading.Thread(target=context.run, args=(self._work,), name="pace", daemon=True)
+        self._thread.start()
+
+    def update(self, done: int, total: int, note: str) -> None:
+        """Note `done` of `total` units."""
+        with self._lock:
+            self._pace.update(done, total, note, now_s=time.monotonic())
+
+    def close(self) -> None:
+        """Say no more lines."""
+        self._is_over.set()
+        self._thread.join(CLOSE_S)
+
+    def _work(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            with self._lock:
+                line = self._pace.line(time.monotonic())
+            try:
+                self._say(line)
+            except Exception as e:  # noqa: BLE001  failing to show the work must not stop the work
+                log.debug("not said: %s: %s", type(e).__name__, e)
+
+
+def _rate(per_s: float) -> str:
+    if per_s >= 1:
+        return f"{per_s:,.1f} a second"
+    return f"{60 * per_s:.1f} a minute" if 60 * per_s >= 1 else f"{3600 * per_s:.1f} an hour"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
 # ---- delivery of the newest value ----

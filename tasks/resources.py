@@ -64,14 +64,13 @@ class Needs:
 
 
 def needs_of(cfg: RlConfig, model: Path) -> Needs:
-    """Return an RL stage's resources: one CPU per thread, room for copies of the weights. `plan_gpus` assigns GPUs."""
-    runtime = cfg.runtime
+    """Return an RL stage's resources: one CPU per thread that works at a time, room for copies of the weights. `plan_gpus` assigns GPUs."""
     from klear_core.train.base_model import model_folder
 
     weights = sum(f.stat().st_size for f in model_folder(model).glob("*.safetensors"))
     wanted = _STORE_FLOOR_BYTES + _COPIES_OF_WEIGHTS * weights
     return Needs(
-        num_cpus=runtime.num_workers * runtime.num_threads + runtime.num_rollout_actors * runtime.rollout_threads,
+        num_cpus=cfg.num_cpus,
         # Ray takes this memory from the machine's, of which learner and engines need the rest.
         object_store_bytes=min(wanted, psutil.virtual_memory().total // 2),
     )

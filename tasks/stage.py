@@ -26,7 +26,7 @@ from klear_core.errors import KlearError, is_interrupt, reporting
 from klear_core.metrics import METRICS_FILE, MetricsFile, finite
 from klear_core.pipeline.graph import artifact_id, input_records, open_store, workspace_root
 from tasks import tracking
-from tasks.progress import Attempt, PrefectProgress, artifact_of_current_run, console, show_in_prefect
+from tasks.progress import Attempt, PrefectProgress, ProgressLines, artifact_of_current_run, console, show_in_prefect
 from tasks.tracking import RunInfo, code_commit, versions
 
 if TYPE_CHECKING:
@@ -69,12 +69,13 @@ def run_stage(info: RunInfo, job: Job, inputs: Inputs, body: StageBody) -> Artif
 
 
 class StageTelemetry:
-    """Writes a stage's metrics to its file, from which MLflow gets them, and shows its progress."""
+    """Writes a stage's metrics to its file, from which MLflow gets them, and shows its progress, also in a line a minute."""
 
     def __init__(self, stage: str, metrics_file: Path) -> None:
         self.stage = stage
         self._file = MetricsFile(metrics_file)
         self._prefect = PrefectProgress(stage, artifact_of_current_run(stage))
+        self._lines = ProgressLines(stage, _say)
         self._last_step: int | None = None
         self._lock = threading.Lock()  # a stage may add numbers from a thread of its own
 
@@ -107,11 +108,19 @@ class StageTelemetry:
         console().stage_progress(self.stage, done, total, note)
         with reporting(f"the progress of {self.stage} is not shown in Prefect", level=logging.DEBUG):
             self._prefect.update(done, total, note)
+        self._lines.update(done, total, note)
 
     def close(self, *, is_done: bool) -> None:
-        """Show in Prefect how the stage ended."""
+        """Show in Prefect how the stage ended, and say no more lines."""
+        self._lines.close()
         with reporting(f"the end of {self.stage} is not shown in Prefect"):
             self._prefect.close(is_done=is_done)
+
+
+def _say(line: str) -> None:
+    """Log a line about the running stage, and show it where there is no bar."""
+    log.info("%s", line)
+    console().stage_pace(line)
 
 
 def _build(info: RunInfo, job: Job, inputs: Inputs, body: StageBody, slot: LocalSlot) -> ArtifactRef:

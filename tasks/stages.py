@@ -35,7 +35,7 @@ from klear_core.errors import ConfigError, ResourceError
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import artifact_id, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
-from klear_core.pipeline.preflight.checks import given_contamination
+from klear_core.pipeline.preflight.exposure import given_contamination
 from tasks import resources
 from tasks.model_registry import Promotion, Registry, Version, artifact_name, folder_of, open_registry
 from tasks.resources import open_engines_and_judges

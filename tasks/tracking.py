@@ -31,7 +31,7 @@ from klear_core.config.stage import Job, ReportJob
 from klear_core.errors import ConfigError, reporting
 from klear_core.metrics import read_metrics
 from klear_core.pipeline.graph import stages_of, workspace_root
-from klear_core.pipeline.preflight.checks import given_contamination
+from klear_core.pipeline.preflight.exposure import given_contamination
 from tasks.delivery import Connection, StageRun, Undelivered, now_ms
 from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, RunStatus, TrackedRun, mlflow_backend, server_name
 

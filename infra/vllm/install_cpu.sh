@@ -19,7 +19,7 @@ trap 'rm -rf "$empty"' EXIT
 "$venv/bin/python" "$here/empty_wheels.py" "$empty"
 # not -c, which adds to the constraints that a machine may have: a limit on torchvision there would exclude the empty wheel
 install() {
-    PIP_CONSTRAINT="$here/constraints.txt" "$venv/bin/python" -m pip install -q --find-links "$empty" "$@"
+    PIP_CONSTRAINT="$here/constraints.txt" "$venv/bin/python" -m pip install --find-links "$empty" "$@"
 }
 
 if [ "${2-}" = --without-klear ]; then

@@ -245,6 +245,8 @@ class BenchmarkConfig(Settings):
     """Days of the contests whose problems are read, by the column `contest_date`; None: all."""
     num_samples: int = Field(default=4, ge=1)
     """n of avg@n. The paper: 64 for AIME and HMMT, 8 for LiveCodeBench (Table 1)."""
+    num_problems: int | None = Field(default=None, ge=1, exclude_if=lambda count: count is None)
+    """Size of the part to score, drawn by the run's seed; None: all of it. `expected_rows` counts the whole."""
     published: date | None = Field(default=None, exclude_if=lambda day: day is None)
     """First day on which one of its problems was public, for sets of one's own; None: unknown, or that of `known`."""
 

@@ -63,6 +63,8 @@ class BenchmarksJob(Job):
     """Source of each benchmark, by benchmark name."""
     windows: dict[str, DateWindow] = Field(default={}, exclude_if=lambda windows: not windows)
     """Days of the contests that are read, by benchmark name; all days of the others."""
+    parts: dict[str, int] = Field(default={}, exclude_if=lambda parts: not parts)
+    """Number of problems that are drawn of a benchmark, by benchmark name; the others are whole."""
     runtime: BenchmarksRuntime = BenchmarksRuntime()
 
     @classmethod
@@ -77,7 +79,8 @@ class BenchmarksJob(Job):
             max_unscored_rate=config.evaluate.max_unscored_rate,
         )
         windows = {b.name: b.window for b in config.benchmarks if b.window is not None}
-        return cls(seed=config.seed, sources=sources, windows=windows, runtime=runtime)
+        parts = {b.name: b.num_problems for b in config.benchmarks if b.num_problems is not None}
+        return cls(seed=config.seed, sources=sources, windows=windows, parts=parts, runtime=runtime)
 
     def benchmarks(self) -> tuple[BenchmarkConfig, ...]:
         """Return the benchmark settings that `prepare_benchmarks` takes."""
@@ -89,6 +92,7 @@ class BenchmarksJob(Job):
                 source=source,
                 expected_rows=checks.expected_rows.get(name),
                 window=self.windows.get(name),
+                num_problems=self.parts.get(name),
             )
             for name, source in self.sources.items()
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import shlex
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from klear_core.config.losses import GPPO_PRESETS
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import leaves_of
-from klear_core.errors import ConfigError
+from klear_core.errors import ConfigError, meant
 
 Tree = dict[str, Any]
 """Nested settings as plain dicts and values, as parsed from TOML or JSON."""
@@ -71,7 +70,8 @@ def extended_by(folder: Path) -> tuple[str, ...]:
 
 def _own_settings(folder: Path) -> Tree:
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such profile folder; profiles here: {_profiles_near(folder)}")
+        near = [str(path) for path in _profiles_near(folder)]
+        raise ConfigError(f"{folder}: no such profile folder; {meant(str(folder), near, 'profiles here')}")
     files = _toml_files(folder)
     if not files:
         raise ConfigError(f"{folder}: no *.toml file in this folder, so it is not a profile")
@@ -225,11 +225,9 @@ def _is_grid(tables: Mapping[str, Any]) -> bool:
     return "variants" in tables
 
 
-def _profiles_near(folder: Path) -> str:
+def _profiles_near(folder: Path) -> list[Path]:
     parent = folder.parent if folder.parent.is_dir() else Path("configs")
-    if not parent.is_dir():
-        return "none"
-    return ", ".join(str(parent / name) for name in profiles_in(parent)) or "none"
+    return [parent / name for name in profiles_in(parent)] if parent.is_dir() else []
 
 
 # ---- toml ----
@@ -311,9 +309,7 @@ def _explain(error: Any, model: type[BaseModel]) -> str:
     key = ".".join(_without_tags(loc, model))
     if error["type"] == "extra_forbidden":
         known = _known_keys(loc[:-1], model)
-        close = difflib.get_close_matches(loc[-1], known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
-        return f"{key}: unknown key; {hint}"
+        return f"{key}: unknown key; {meant(loc[-1], known, 'known here')}"
     if error["type"] == "missing":
         return f"{key}: missing, and it has no default"
     if error["type"] == "value_error":  # from our validators, whose messages name the values

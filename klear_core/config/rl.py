@@ -247,7 +247,8 @@ class RlRuntime(TrainRuntime):
     """Requests kept at each rollout actor with `rollout.mode = "continuous"`; vLLM decodes `max_num_seqs` of them
     together, by default as many."""
     rollout_threads: int = Field(default=1, ge=1)
-    """CPU threads of one rollout actor."""
+    """CPU threads of one rollout actor. With `max_staleness = 0` they and the learner's threads work in turn, so that
+    each may have all cores."""
     rollout_gpus: float | None = Field(default=None, ge=0)
     """GPUs of one rollout actor; None: as many as its engine needs, if there are GPUs. Fractions share a GPU."""
     learner_gpus: float | None = Field(default=None, ge=0)
@@ -323,6 +324,16 @@ class RlConfig(Settings):
     """Data type of forward and backward pass and of the saved model; weights that train and the optimizer are always
     float32. Scripts: bfloat16."""
     runtime: RlRuntime = RlRuntime()
+
+    @property
+    def num_cpus(self) -> int:
+        """Return the CPUs of learner and engines: one per thread that works at a time."""
+        runtime = self.runtime
+        learning = runtime.num_workers * runtime.num_threads
+        sampling = runtime.num_rollout_actors * runtime.rollout_threads
+        # Scores during training are sampled while the learner works.
+        is_in_turn = self.max_staleness == 0 and runtime.curve is None
+        return max(learning, sampling) if is_in_turn else learning + sampling
 
     @model_validator(mode="after")
     def _moments_are_on_the_device(self) -> RlConfig:

@@ -397,7 +397,7 @@ class EvaluateJob(Job):
         """Return the job with the settings of a pipeline config that determine the scores of a model."""
         # These say which problems there are, or check them: the input `benchmarks` has another fingerprint if the
         # problems change, and if they do not, neither do the scores.
-        without = {"expected_rows": None, "known": "", "window": None, "published": None}
+        without = {"expected_rows": None, "known": "", "window": None, "num_problems": None, "published": None}
         benchmarks = tuple(b.model_copy(update=without) for b in config.benchmarks)
         return cls(
             seed=config.seed, evaluate=config.evaluate, verify=config.judge_of("evaluate"), benchmarks=benchmarks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -39,11 +40,21 @@ class TinyModelConfig(Settings):
     """Standard deviation of the random embeddings, tied to the LM head. Ours, for a tiny model; 0.02 is usual."""
 
 
+def _model_in(path: str) -> str:
+    """Return the folder of a model: `~` is the home folder, and the folder of an artifact stands for the model in it."""
+    folder = Path(path).expanduser()
+    is_artifact = not (folder / "config.json").exists() and (folder / "model" / "config.json").exists()
+    return str(folder / "model") if is_artifact else os.path.expanduser(path)
+
+
+ModelPath = Annotated[str, AfterValidator(_model_in)]
+
+
 class HfModelConfig(Settings):
     """Any Hugging Face causal-LM folder on disk, with its tokenizer and chat template."""
 
     kind: Literal["hf"] = "hf"
-    path: Annotated[str, AfterValidator(os.path.expanduser)] = Field(min_length=1)
+    path: ModelPath = Field(min_length=1)
     """Folder with config.json, weights and tokenizer; relative to the working directory, `~` is the home folder."""
     max_position_embeddings: int | None = Field(default=None, ge=16)
     """New value for the config of the trained model; None keeps it. The paper's RL needs 4096 + 32768 = 36864."""
@@ -286,7 +297,7 @@ class GivenFolder(GivenModelFacts):
     """A model in a local folder, as transformers writes it."""
 
     kind: Literal["folder"] = "folder"
-    path: Annotated[str, AfterValidator(os.path.expanduser)] = Field(min_length=1)
+    path: ModelPath = Field(min_length=1)
     """Folder with config.json, safetensors weights and tokenizer; relative to the working directory."""
     max_position_embeddings: int | None = Field(default=None, ge=16)
     """New value for the config of models trained from it; None keeps it."""

@@ -23,6 +23,7 @@ from klear_core.data.formats.fields import READ
 from klear_core.data.sources import check_source, read_source
 from klear_core.errors import ConfigError, DataError, SandboxError
 from klear_core.metrics import Telemetry
+from klear_core.seeding import seed_for
 from klear_core.types import CodeReference, Dropped, MathReference, Problem, Reference, UnverifiableReference
 from klear_core.verify import JudgePool, build_judge_pool, faulty_references, has_test_program
 from klear_core.verify.code.program import reference_fault
@@ -55,14 +56,14 @@ def prepare_benchmarks(
                 outside = _Outside()
                 read = _in_window(benchmark, read_source(benchmark.source, seed=seed), outside)
                 rows = with_stored_tests(read, workdir / SCRATCH / f"{benchmark.name}.tests")
-                candidates = _candidates_of(benchmark, rows, outside)
+                candidates, num_left = _part_of(benchmark, _candidates_of(benchmark, rows, outside), seed=seed)
                 problems = [problem_from(candidate, DifficultyConfig()) for candidate in candidates]
                 check = check_references(problems, judges, runtime.max_unscored_rate, benchmark=benchmark.name)
             except DataError as e:
                 errors.append(str(e))
                 continue
             write_shard(workdir / benchmark.name / shard_name(0, 1), problems)
-            ledger.append(_ledger_step(benchmark.name, len(problems), outside.num_rows, check))
+            ledger.append(_ledger_step(benchmark.name, len(problems), outside.num_rows, num_left, check))
             notes += check.notes
             contest_ids |= {c.problem_id: c.contest_id for c in candidates if c.contest_id}
     if errors:
@@ -74,10 +75,22 @@ def prepare_benchmarks(
     return StageSummary(counts=counts, ledger=tuple(ledger), notes=tuple(dict.fromkeys(notes)))
 
 
-def _ledger_step(benchmark: str, num_problems: int, num_outside: int, check: ReferenceCheck) -> LedgerStep:
+def _part_of(benchmark: BenchmarkConfig, candidates: list[Candidate], *, seed: int) -> tuple[list[Candidate], int]:
+    """Return the part of a benchmark that the seed draws, in its order, and the number of problems left out."""
+    if benchmark.num_problems is None or benchmark.num_problems >= len(candidates):
+        return candidates, 0
+    drawn = sorted(candidates, key=lambda c: seed_for(seed, "benchmarks/part", c.problem_id))
+    part = {candidate.problem_id for candidate in drawn[: benchmark.num_problems]}
+    return [c for c in candidates if c.problem_id in part], len(candidates) - len(part)
+
+
+def _ledger_step(
+    benchmark: str, num_problems: int, num_outside: int, num_left: int, check: ReferenceCheck
+) -> LedgerStep:
     # A problem with a bad reference stays in its benchmark: its answers are counted as unscored.
-    dropped = {"outside_window": num_outside} if num_outside else {}
-    num_rows = num_problems + num_outside
+    counts = {"outside_window": num_outside, "not_in_part": num_left}
+    dropped = {reason: n for reason, n in counts.items() if n}
+    num_rows = num_problems + num_outside + num_left
     return LedgerStep.of(_READ + benchmark, "problem", num_in=num_rows, dropped=dropped, noted=check.counts)
 
 
@@ -113,7 +126,8 @@ def load_benchmark(benchmark: BenchmarkConfig, *, seed: int) -> list[Problem]:
     """Return the problems of one benchmark, in source order; raise DataError as `prepare_benchmarks` does."""
     outside = _Outside()
     rows = _in_window(benchmark, read_source(benchmark.source, seed=seed), outside)
-    return [problem_from(candidate, DifficultyConfig()) for candidate in _candidates_of(benchmark, rows, outside)]
+    candidates, _ = _part_of(benchmark, _candidates_of(benchmark, rows, outside), seed=seed)
+    return [problem_from(candidate, DifficultyConfig()) for candidate in candidates]
 
 
 @dataclass(slots=True)

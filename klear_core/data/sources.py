@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -63,18 +63,29 @@ class Piece:
     span: Span | None
 
 
+_MAX_TELLING = 1000
+"""Characters of a value that tells a format from another of the same keys."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRow:
     """The first intact row of a source, as far as it determines the format of all rows."""
 
-    keys: tuple[str, ...]
+    fields: Mapping[str, object]
+    """Its fields; None in place of long or nested values, by which no format is told from another."""
     where: str
 
 
 def first_row(source: FileSource | HubSource, files: Sequence[DataFile]) -> FirstRow | None:
     """Return the first intact row with a value, up to the source's limit; None if there is none."""
     first = _first_full(islice(_rows_of(files), source.limit))
-    return None if first is None else FirstRow(keys=tuple(first.fields), where=first.where)
+    if first is None:
+        return None
+    return FirstRow(fields={key: _telling(value) for key, value in first.fields.items()}, where=first.where)
+
+
+def _telling(value: object) -> str | float | None:
+    return value if isinstance(value, str | int | float) and len(str(value)) <= _MAX_TELLING else None
 
 
 def read_pieces(
@@ -82,7 +93,7 @@ def read_pieces(
 ) -> Iterator[Candidate | Dropped]:
     """Yield the rows of some pieces of a source as `read_source` does; `first` is the source's first intact row."""
     rows = (row for piece in pieces for row in read_rows(piece.path, label=piece.label, span=piece.span))
-    schema = None if first is None else schema_for(source, dict.fromkeys(first.keys), where=first.where)
+    schema = None if first is None else schema_for(source, first.fields, where=first.where)
     yield from _parse_rows(source, rows, _parser_of(source, tables), schema)
 
 

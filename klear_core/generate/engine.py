@@ -121,6 +121,21 @@ class InferenceEngine(Protocol):
         ...
 
 
+OnTokens = Callable[[int, tuple[int, ...]], None]
+"""Gets a sample's number and its tokens so far, in any thread; slow work in it slows the sampling."""
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine that tells the tokens of unfinished samples."""
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None
+    ) -> list[Completion]:
+        """Return what `generate` does, and call `on_tokens` meanwhile."""
+        ...
+
+
 class TrainableEngine(InferenceEngine, Protocol):
     """An engine whose weights can be replaced by those of the policy under training."""
 

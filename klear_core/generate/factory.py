@@ -24,7 +24,7 @@ from klear_core.config.evaluate import (
     VllmEngineConfig,
 )
 from klear_core.errors import DataError, ResourceError
-from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine
+from klear_core.generate.engine import InferenceEngine, SamplingParams, StreamingEngine, TrainableEngine
 from klear_core.generate.http_engine import HttpEngine
 from klear_core.generate.pool import EngineLost, EnginePool, PooledEngine, RestartLimit
 from klear_core.hf_config import read_hf_config
@@ -400,6 +400,10 @@ class LongestFirst:
 # Ask a trained model questions, with the engine, chat template and context window that the pipeline uses.
 
 
+_TEXT_EVERY_S = 0.05
+"""Seconds between two decodings of an unfinished answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatParams:
     """Sampling settings for one question."""
@@ -421,8 +425,10 @@ class ChatModel:
     window: int
     """Positions for question and answer together."""
 
-    async def ask(self, question: str, chat_params: ChatParams) -> list[Completion]:
-        """Return the answers to one question, sent as one user turn.
+    async def ask(
+        self, question: str, chat_params: ChatParams, on_text: Callable[[str], None] | None = None
+    ) -> list[Completion]:
+        """Return the answers to one question, sent as one user turn; tell `on_text` a single answer's text so far.
 
         Raise DataError if it leaves no room for an answer, or is not text.
         """
@@ -448,11 +454,33 @@ class ChatModel:
             seed=chat_params.seed,
         )
         opening = opening_of(self.tokenizer)
-        return [completed(completion, opening) for completion in await self.engine.generate(prompt_ids, params)]
+        if on_text is None or params.num_samples > 1 or not isinstance(self.engine, StreamingEngine):
+            return [completed(completion, opening) for completion in await self.engine.generate(prompt_ids, params)]
+        text_so_far = _TextSoFar(self.tokenizer, opening, on_text)
+        return [completed(done, opening) for done in await self.engine.stream(prompt_ids, params, text_so_far)]
 
     async def close(self) -> None:
         """Release the engine."""
         await self.engine.close()
+
+
+class _TextSoFar:
+    """Decodes the tokens of an unfinished answer, some times a second, because each time it decodes all of them."""
+
+    def __init__(self, tokenizer: Tokenizer, opening: str, on_text: Callable[[str], None]) -> None:
+        self._tokenizer, self._opening, self._on_text = tokenizer, opening, on_text
+        self._loop = asyncio.get_running_loop()
+        self._due_at = 0.0
+
+    def __call__(self, _sample: int, token_ids: tuple[int, ...]) -> None:
+        """Tell the text, without a character whose last bytes are still to come."""
+        now = time.monotonic()
+        if now < self._due_at:
+            return
+        self._due_at = now + _TEXT_EVERY_S
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # In the caller's thread: an error of what shows the text must not end the engine's.
+        self._loop.call_soon_threadsafe(self._on_text, self._opening + str(text).rstrip("\ufffd"))
 
 
 async def open_chat(

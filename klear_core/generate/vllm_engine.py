@@ -20,7 +20,15 @@ import psutil
 
 from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.engine import SILENCE_S, OpenRequests, SamplingParams, WeightOffer, WeightSource, dump_offer
+from klear_core.generate.engine import (
+    SILENCE_S,
+    OnTokens,
+    OpenRequests,
+    SamplingParams,
+    WeightOffer,
+    WeightSource,
+    dump_offer,
+)
 from klear_core.generate.model_weights import Shapes, check_shapes, tensor_shapes, wanted_shapes
 from klear_core.generate.vllm_worker import WorkerExtension
 from klear_core.hf_config import FolderTokenizer, HfConfig, read_hf_config
@@ -117,9 +125,15 @@ class VllmEngine:
 
         Raise ResourceError if the engine process dies or hangs.
         """
+        return await self.stream(prompt_ids, params, None)
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None
+    ) -> list[Completion]:
+        """Return what `generate` does, and call `on_tokens` with each output of vLLM before the last."""
         if not 0 < len(prompt_ids) < self._max_len:
             raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
-        return await self._open.run(self._samples(list(prompt_ids), params))
+        return await self._open.run(self._samples(list(prompt_ids), params, on_tokens))
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
         """Overwrite the weights in place, without a restart. ConfigError, with nothing changed, if one does not fit.
@@ -178,15 +192,20 @@ class VllmEngine:
         with contextlib.suppress(EngineDeadError):
             await self._llm.is_sleeping()  # any question that the process answers between two steps
 
-    async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        tasks = [asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i)) for i in range(params.num_samples)]
+    async def _samples(
+        self, prompt_ids: list[int], params: SamplingParams, on_tokens: OnTokens | None
+    ) -> list[Completion]:
+        samples = [self._sample(prompt_ids, params, i, on_tokens) for i in range(params.num_samples)]
+        tasks = [asyncio.create_task(sample) for sample in samples]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:  # if one failed, nobody reads the others
                 task.cancel()
 
-    async def _sample(self, prompt_ids: list[int], params: SamplingParams, *, sample_idx: int) -> Completion:
+    async def _sample(
+        self, prompt_ids: list[int], params: SamplingParams, sample_idx: int, on_tokens: OnTokens | None
+    ) -> Completion:
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -201,13 +220,15 @@ class VllmEngine:
             stop_token_ids=list(self._tokenizer.stop_ids),
             logprobs=0,  # only that of the sampled token
             detokenize=False,  # `FolderTokenizer` does, with special tokens
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if on_tokens else RequestOutputKind.FINAL_ONLY,
         )
         try:
             prompt = {"prompt_token_ids": prompt_ids}
             async for output in self._llm.generate(prompt, vllm_params, uuid.uuid4().hex):
                 # FINAL_ONLY: the first output is the whole answer
-                return self._completion(output.outputs[0])
+                if on_tokens is None or output.finished:
+                    return self._completion(output.outputs[0])
+                on_tokens(sample_idx, tuple(output.outputs[0].token_ids))
         except (EngineDeadError, EngineGenerateError) as error:
             raise ResourceError(f"the vLLM engine process failed: {error!r}") from error
         raise ResourceError("vLLM ended a request without an answer")

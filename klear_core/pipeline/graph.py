@@ -21,7 +21,15 @@ from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fin
 from klear_core.artifacts.model_files import folder_of
 from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.curate import TagConfig
-from klear_core.config.data_jobs import BenchmarksJob, CurateJob, GivenModelJob, GivenProblemsJob, GivenTracesJob, Rows
+from klear_core.config.data_jobs import (
+    BenchmarksJob,
+    CurateJob,
+    GivenModelJob,
+    GivenProblemsJob,
+    GivenRowsJob,
+    GivenTracesJob,
+    Rows,
+)
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
@@ -38,7 +46,7 @@ from klear_core.config.stage import (
     TagJob,
 )
 from klear_core.config.train import GivenFolder, GivenRepo, HubModelConfig, PublishedModel, TinyModelConfig
-from klear_core.errors import ArtifactError, ConfigError
+from klear_core.errors import ArtifactError, ConfigError, meant
 from klear_core.train.base_model import pointed_folder
 
 log = logging.getLogger(__name__)
@@ -208,11 +216,22 @@ def select_stages(
     last = max(_indices(stages, until)) if until else len(names) - 1
     if first > last:
         raise ConfigError(f"from {from_!r} comes after until {until!r}; the order is {', '.join(names)}")
+    starts = {names[i] for i in chosen if first <= i <= last}
+    if only or from_:
+        starts |= _given_to(stages, starts)
     needed = set(names)
     if needed_by:
         goals = [names[i] for which in needed_by for i in _indices(stages, which)]
         needed = {stage.name for stage in with_inputs(stages, goals)}
-    return tuple(names[i] for i in chosen if first <= i <= last and names[i] in needed)
+    return tuple(name for name in names if name in starts and name in needed)
+
+
+def _given_to(stages: Sequence[Stage], names: Collection[str]) -> set[str]:
+    """Return the given results that stages take, with their inputs: they are no earlier work, and are taken at once."""
+    takers = [stage for stage in stages if stage.name in names and not stage.job.page]
+    inputs = {name for stage in takers for name in stage.inputs.values()}
+    given = [s.name for s in stages if s.name in inputs and isinstance(s.job, GivenModelJob | GivenRowsJob)]
+    return {stage.name for stage in with_inputs(stages, given)}
 
 
 def with_inputs(stages: Sequence[Stage], names: Collection[str]) -> tuple[Stage, ...]:
@@ -267,7 +286,7 @@ def _indices(stages: Sequence[Stage], which: str) -> list[int]:
     if which in names:
         return [names.index(which)]
     if which not in kinds:
-        raise ConfigError(f"no stage {which!r}; there are {', '.join(dict.fromkeys([*names, *kinds]))}")
+        raise ConfigError(f"no stage {which!r}; {meant(which, [*dict.fromkeys([*names, *kinds])], 'there are')}")
     return [i for i, kind in enumerate(kinds) if kind == which]
 
 

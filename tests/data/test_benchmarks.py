@@ -164,3 +164,23 @@ def test_a_question_without_reference_makes_a_benchmark_unusable(tmp_path):
     benchmark = BenchmarkConfig(name="b", source=FileSource(path=str(path)))
     with pytest.raises(DataError, match="A benchmark must be whole: 'Why\\?': the source asks for a proof"):
         load_benchmark(benchmark, seed=0)
+
+
+def test_a_part_is_drawn_by_the_seed_keeps_its_order_and_counts_what_is_left_out(tmp_path):
+    rows = [row(i) for i in range(20)]
+    part = benchmark(tmp_path, rows, num_problems=5, expected_rows=20)
+    summary = prepare([part], tmp_path / "out")
+    found = [problem.question for _, problem in read_benchmarks(tmp_path / "out")]
+    whole = [r["question"] for r in rows]
+    assert found == [question for question in whole if question in found]
+    assert (len(found), summary.ledger[0].dropped) == (5, {"not_in_part": 15})
+    assert found == [problem.question for problem in load_benchmark(part, seed=0)]
+    assert found != [problem.question for problem in load_benchmark(part, seed=1)]
+
+
+def test_a_part_has_another_fingerprint_and_the_whole_that_of_before(tmp_path):
+    whole = benchmark(tmp_path, [row(1)])
+    part = whole.model_copy(update={"num_problems": 5})
+    jobs = [BenchmarksJob.of(PipelineConfig(benchmarks=(b,))) for b in (whole, part)]
+    assert "parts" not in jobs[0].model_dump(mode="json")
+    assert jobs[1].benchmarks()[0].num_problems == 5

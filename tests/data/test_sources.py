@@ -89,7 +89,7 @@ def test_checking_passes_when_one_of_the_first_rows_is_good(tmp_path):
     [
         ([], "holds no row"),
         (["oops\n"] * 9, r"none of the first 9 rows can be used.*rows\.jsonl:1"),
-        ([{"question": "q", "answer": "?"}] * 2, "none of the first 2 rows can be used.*no '#### '"),
+        ([{"question": "q", "answer": "a\nb"}] * 2, "none of the first 2 rows can be used.*no '#### '"),
         ([{"prose": 1}], "no known row format"),
     ],
 )
@@ -111,7 +111,7 @@ def test_two_sources_of_one_name_are_refused(tmp_path):
 
 
 def test_a_set_of_bare_questions_is_fine_for_protection_only(tmp_path):
-    source = FileSource(path=file_of(tmp_path, [{"question": "q", "answer": "?"}]))
+    source = FileSource(path=file_of(tmp_path, [{"question": "q", "answer": "a\nb"}]))
     check_questions(source)
     with pytest.raises(ConfigError):
         check_source(source)

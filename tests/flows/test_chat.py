@@ -176,7 +176,7 @@ def test_a_model_that_is_neither_here_nor_on_the_hub_is_named_as_both(klear, run
 def test_a_model_of_another_family_is_asked_with_vllm(klear, runs, tmp_path):
     folder = shutil.copytree(runs / "artifacts/rl/5eedab1e/model", tmp_path / "llama")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
     said = klear("chat", folder, "1")
     assert said.status != 0
-    assert "vllm" in said.err  # not installed here, or it finds that these are no weights of a Llama
+    assert "vllm" in said.err  # not installed here, or it finds that these are no weights of a Gemma

@@ -267,3 +267,20 @@ def test_parts_of_the_pipeline_run_by_themselves_on_what_exists(fresh, tmp_path)
     status, shown = run("--only", "benchmarks", "--rerun-from", "benchmarks")
     assert (status, re.findall(r"([=✓]) (\w+)", shown)) == (0, [("✓", "benchmarks")])
     assert "cannot be used" not in shown  # what is to be made again is not called damaged
+
+
+def test_a_plan_is_of_the_stages_that_are_asked_for(klear, tmp_path):
+    planned = klear("plan", "smoke", "--until", "curate", "--set", f"workspace.root={tmp_path}")
+    assert planned.status == 0, planned.err
+    assert "curate" in planned.out
+    assert "distill" not in planned.out
+
+
+def test_the_commands_are_in_panels(klear):
+    shown = klear("--help").out
+    places = [shown.index(panel) for panel in ("─ Run ─", "─ Score ─", "─ Look ─", "─ Serve ─")]
+    assert places == sorted(places)
+
+
+def test_a_misspelt_profile_is_answered_by_the_one_that_is_close(klear):
+    assert "laptp: no such profile folder; did you mean laptop?" in klear("plan", "laptp").err

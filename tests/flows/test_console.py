@@ -64,3 +64,14 @@ def test_a_failed_try_is_one_line_with_its_reason_and_the_time_of_the_next(
     console.stage_failed("distill", error, attempt)
     console.close()
     assert capsys.readouterr().out.splitlines() == [line]
+
+
+def test_a_log_file_has_the_lines_of_a_stage_that_works(capsys: pytest.CaptureFixture[str]):
+    console = RunConsole()
+    console.stage_started("rl", attempt=1)
+    console.stage_pace("rl: 34 of 80, 3.2 a minute, about 14 min left, pass rate 0.62")
+    console.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "  … rl",
+        "    rl: 34 of 80, 3.2 a minute, about 14 min left, pass rate 0.62",
+    ]

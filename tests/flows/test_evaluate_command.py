@@ -39,7 +39,7 @@ def test_a_model_and_a_file_are_enough_and_nothing_is_trained(tmp_path: Path) ->
     assert [stage.name for stage in stages_of(cfg)] == ["model", "benchmarks", "evaluate_model", "report"]
 
 
-@pytest.mark.parametrize(("model_type", "engine"), [("qwen3", "torch"), ("llama", "vllm"), ("gemma2", "vllm")])
+@pytest.mark.parametrize(("model_type", "engine"), [("qwen3", "torch"), ("llama", "torch"), ("gemma2", "vllm")])
 def test_models_that_our_sampler_does_not_run_go_to_vllm(tmp_path: Path, model_type: str, engine: str) -> None:
     assert config(tmp_path, "aime24", model_type=model_type).evaluate.engine.kind == engine
 

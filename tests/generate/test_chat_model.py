@@ -1,10 +1,21 @@
 """Chat shows a response from its beginning, also where the template has put the beginning into the prompt."""
 
 import asyncio
+import io
+from collections.abc import Sequence
+from pathlib import Path
 
-from klear_core.generate.engine import FakeAnswer, FakeEngine
-from klear_core.generate.factory import ChatModel, ChatParams
+from rich.console import Console
+
+from flows.evaluate_model import _Stream
+from klear_core.config.evaluate import TorchEngineConfig
+from klear_core.config.train import TinyModelConfig
+from klear_core.generate.engine import FakeAnswer, FakeEngine, OnTokens, SamplingParams, StreamingEngine
+from klear_core.generate.factory import ChatModel, ChatParams, build_engine
+from klear_core.metrics import NullTelemetry
 from klear_core.prompts import build_byte_tokenizer
+from klear_core.train.base_model import prepare_base
+from klear_core.types import Completion
 
 
 def test_thinking_that_the_prompt_opens_is_shown_with_its_tag() -> None:
@@ -13,3 +24,63 @@ def test_thinking_that_the_prompt_opens_is_shown_with_its_tag() -> None:
     model = ChatModel(engine=FakeEngine(lambda *_: FakeAnswer(text="4</think>4")), tokenizer=tokenizer, window=1000)
     (said,) = asyncio.run(model.ask("2 + 2?", ChatParams()))
     assert said.text == "<think>\n4</think>4"
+
+
+class Streaming:
+    """An engine that tells two characters, and later half of a third, before its answer."""
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None
+    ) -> list[Completion]:
+        ids = tuple(build_byte_tokenizer().encode("abé", add_special_tokens=False))
+        if on_tokens is not None:
+            on_tokens(0, ids[:2])
+            await asyncio.sleep(0.2)
+            on_tokens(0, ids[:3])
+            await asyncio.sleep(0)
+        done = {"logps": (0.0,) * len(ids), "policy_versions": (0,) * len(ids)}
+        return [Completion(text="abé", token_ids=ids, finish_reason="stop", **done)]
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        return await self.stream(prompt_ids, params, None)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_the_text_of_an_unfinished_answer_has_no_half_of_a_character() -> None:
+    texts: list[str] = []
+    model = ChatModel(engine=Streaming(), tokenizer=build_byte_tokenizer(), window=1000)
+    (said,) = asyncio.run(model.ask("2 + 2?", ChatParams(), texts.append))
+    assert (said.text, texts) == ("abé", ["ab", "ab"])
+
+
+def test_the_torch_engine_tells_each_token_of_an_unfinished_sample_once(tmp_path: Path) -> None:
+    prepare_base(TinyModelConfig(hidden_size=16, num_layers=1), seed=0, workdir=tmp_path, telemetry=NullTelemetry())
+    told: list[tuple[int, ...]] = []
+
+    async def answer() -> Completion:
+        engine = await build_engine(TorchEngineConfig(), tmp_path / "model", num_threads=1, seed=0)
+        assert isinstance(engine, StreamingEngine)
+        greedy = SamplingParams(
+            num_samples=1, temperature=0, top_p=1, top_k=0, repetition_penalty=1, max_new_tokens=8, seed=0
+        )
+        (streamed,) = await engine.stream([5, 6], greedy, lambda _sample, ids: told.append(ids))
+        (plain,) = await engine.generate([5, 6], greedy)
+        await engine.close()
+        assert streamed == plain
+        return streamed
+
+    whole = asyncio.run(answer()).token_ids
+    assert told == [whole[:n] for n in range(1, len(whole))]
+
+
+def test_an_answer_is_printed_as_it_comes_and_once() -> None:
+    file = io.StringIO()
+    stream = _Stream(Console(file=file, width=20))
+    text = "<think>\na long line that no terminal of this width holds\n</think>\n\n[bold]4"
+    for end in range(0, len(text), 3):
+        stream.show(text[:end])
+    assert file.getvalue() == text[: len(file.getvalue())] != ""
+    stream.end(text)
+    assert file.getvalue() == text + "\n"

@@ -17,7 +17,7 @@ from klear_core.config.data import BenchmarkConfig, FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime, GivenModelJob, GivenProblemsJob
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.train import HfModelConfig
+from klear_core.config.train import GivenFolder, HfModelConfig
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.curation.curate import curate
 from klear_core.errors import ConfigError
@@ -378,3 +378,11 @@ def test_given_problems_are_taken_as_they_are_but_for_those_of_benchmarks(tmp_pa
     assert {problem.source for problem in kept} == {"mine"}
     drops = {step.step: step.dropped for step in summary.ledger if step.dropped}
     assert drops == {"decontaminate": {"in_secret": 1}}
+
+
+def test_the_folder_of_an_artifact_stands_for_the_model_in_it(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "model"):
+        assert GivenFolder(path=str(path)).path == str(tmp_path / "model")
+    assert GivenFolder(path="models/mine").path == "models/mine"

@@ -185,7 +185,7 @@ def test_stages_are_chosen_by_name_or_kind(tmp_path: Path):
         "evaluate_rl",
     )
     assert select_stages(stages, only=None, from_="distill", until="rl") == ("distill", "sft", "rl")
-    with pytest.raises(ConfigError, match="no stage 'train'; there are benchmarks, curate"):
+    with pytest.raises(ConfigError, match="no stage 'train'; there are: benchmarks, curate"):
         select_stages(stages, only="train", from_=None, until=None)
     with pytest.raises(ConfigError, match="comes after"):
         select_stages(stages, only=None, from_="rl", until="sft")
@@ -245,3 +245,11 @@ def test_rl_runs_again_when_the_source_of_a_users_reward_changes_and_says_which_
     plans = {plan.stage: plan for plan in plan_stages(before)}
     assert plans["rl"].why == f"input {edited} changed"
     assert [name for name, plan in plans.items() if plan.action == "run"] == ["rl", "evaluate_rl", "report"]
+
+
+def test_a_stage_alone_takes_the_models_that_are_given_to_it():
+    stages = stages_of(PipelineConfig.model_validate({"given": {"sft": "models/mine"}}))
+    assert select_stages(stages, only="rl", from_=None, until=None) == ("sft", "rl")
+    assert select_stages(stages, only=None, from_="rl", until="rl") == ("sft", "rl")
+    with pytest.raises(ConfigError, match=r"no stage 'reprot'; did you mean report\?"):
+        select_stages(stages, only="reprot", from_=None, until=None)

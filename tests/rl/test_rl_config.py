@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from klear_core.config.rl import OverlongConfig, RlConfig
@@ -54,3 +56,19 @@ def test_a_length_penalty_needs_room_for_answers_without_it() -> None:
     with pytest.raises(ValueError, match="penalty_tokens = 4097 exceeds max_new_tokens = 4096"):
         rl({"max_new_tokens": 4096}, overlong=OverlongConfig(penalty_tokens=4097))
     assert rl({"max_new_tokens": 4096}, overlong=OverlongConfig(penalty_tokens=4096))
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_cpus"),
+    [
+        ({}, 2),  # sampler and learner work in turn
+        ({"max_staleness": 1}, 4),
+        ({"curve": {"benchmark": "heldout"}}, 4),  # sampled while the learner works
+    ],
+)
+def test_a_synchronous_step_gives_all_cores_to_the_sampler_and_then_to_the_learner(
+    settings: dict[str, Any], num_cpus: int
+):
+    curve = settings.pop("curve", None)
+    runtime = {"num_workers": 1, "num_threads": 2, "num_rollout_actors": 1, "rollout_threads": 2, "curve": curve}
+    assert RlConfig.model_validate({"runtime": runtime, **settings}).num_cpus == num_cpus

@@ -11,7 +11,16 @@ from uuid import uuid4
 
 import pytest
 
-from tasks.progress import CLOSE_S, Latest, PrefectProgress, ProgressArtifact, Shown, artifact_of_current_run
+from tasks.progress import (
+    CLOSE_S,
+    Latest,
+    Pace,
+    PrefectProgress,
+    ProgressArtifact,
+    ProgressLines,
+    Shown,
+    artifact_of_current_run,
+)
 
 SOON_S = 60.0
 """Of what takes no time, on any machine."""
@@ -145,3 +154,47 @@ def test_no_step_waits_for_a_server_that_hangs_and_the_stage_ends_soon():
         all_s = time.monotonic() - before
     assert steps_s < SOON_S / 2  # a thousand times the request's timeout would be more than half an hour
     assert all_s < CLOSE_S + SOON_S
+
+
+def test_a_line_has_what_is_done_the_rate_and_the_time_left():
+    pace = Pace(stage="rl", started_s=0.0)
+    assert pace.line(60.0) == "rl: working for 60 s"
+    pace.update(10, 80, "pass rate 0.50", now_s=100.0)  # an earlier attempt did ten: they have no rate
+    assert pace.line(100.0) == "rl: 10 of 80, pass rate 0.50"
+    pace.update(20, 80, "pass rate 0.60", now_s=300.0)
+    assert pace.line(301.0) == "rl: 20 of 80, 3.0 a minute, about 20 min left, pass rate 0.60"
+    assert pace.line(420.0).endswith(", nothing new for 2 min")
+    pace.update(80, 80, "", now_s=1500.0)
+    assert pace.line(1500.0) == "rl: 80 of 80, 3.0 a minute"
+
+
+def test_other_units_begin_a_rate_of_their_own():
+    pace = Pace(stage="curate", started_s=0.0)
+    pace.update(0, 10, "reading", now_s=0.0)
+    pace.update(10, 10, "reading", now_s=100.0)
+    pace.update(0, 3000, "writing", now_s=100.0)
+    pace.update(1500, 3000, "writing", now_s=130.0)
+    assert pace.line(130.0) == "curate: 1,500 of 3,000, 50.0 a second, about 30 s left, writing"
+
+
+def test_lines_come_while_a_step_reports_nothing_and_end_with_the_stage():
+    said = Server()
+    lines = ProgressLines("sft", said, every_s=0.01)
+    said.wait_for("sft: working for 0 s")
+    lines.close()
+    num_said = len(said.got)
+    time.sleep(0.05)
+    assert len(said.got) == num_said
+
+
+def test_a_line_that_cannot_be_said_ends_nothing():
+    tries = threading.Semaphore(0)
+
+    def full(_line: str) -> None:
+        tries.release()
+        raise OSError("No space left on device")
+
+    lines = ProgressLines("sft", full, every_s=0.01)
+    assert tries.acquire(timeout=SOON_S)
+    assert tries.acquire(timeout=SOON_S)
+    lines.close()

@@ -6,7 +6,7 @@ Every rule is tried on every prompt, so that the report can say what each would 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import get_args
@@ -28,9 +28,10 @@ from klear_core.data.curation.sketch import (
     token_codes,
 )
 from klear_core.errors import DataError
-from klear_core.types import Dropped
+from klear_core.types import Domain, Dropped, UnverifiableReference
 
 RULES: tuple[DecontaminationRule, ...] = get_args(DecontaminationRule)
+_NO_REFERENCE = UnverifiableReference(domain=Domain.MATH, why="not judged")
 _SHINGLE = 3
 """Tokens of a shingle for the rule `near`, as in the search of near-duplicates."""
 
@@ -184,6 +185,21 @@ def drop_of(leak: Leak) -> Dropped:
         detail=f"{leak.source}: {overlap}; rules: {leak.rules.replace(' ', ', ')}",
         matched_id=leak.question_id,
     )
+
+
+def questions_in(
+    prompts: Sequence[str], protected: Sequence[Protected], cfg: DecontaminateConfig
+) -> Iterator[Protected]:
+    """Yield the protected question that each prompt overlaps with most by the configured rules, if there is one."""
+    guard = Decontaminator(cfg, protected)
+    by_id = {(question.benchmark, question.question_id): question for question in protected}
+    candidates = [
+        Candidate(source="", domain=Domain.MATH, question=text, reference=_NO_REFERENCE, rating=None)
+        for text in prompts
+    ]
+    for leak in guard.leaks_in(candidates, [tokens_of(text) for text in prompts]):
+        if leak is not None and leak.is_dropped:
+            yield by_id[leak.benchmark, leak.question_id]
 
 
 def counts_by_rule(num_leaks: Mapping[str, int]) -> dict[str, int]:

@@ -50,6 +50,8 @@ def schema_for(source: FileSource | HubSource, first_row: Fields, *, where: str)
     if name == "auto":
         signatures = {schema.name: schema.signatures for schema in SCHEMAS}
         name = best_fit(first_row, signatures, where=where, remedy="set row_schema to the right one")
+        if name == "gsm8k" and _is_bare(first_row["answer"]):
+            return mapped_schema(FieldMap(question="question", answer="answer"))
     for schema in SCHEMAS:
         if schema.name == name:
             return schema
@@ -57,6 +59,18 @@ def schema_for(source: FileSource | HubSource, first_row: Fields, *, where: str)
         f"{where}: no known row format has the keys {sorted(first_row)}. Say where the values are, in the source's "
         f"settings: {suggested_line(first_row)} (docs/data.md, any other schema)"
     )
+
+
+_MAX_BARE = 300
+"""Characters of a bare answer of the first row; more are a worked solution that lacks its last line."""
+
+
+def _is_bare(answer: object) -> bool:
+    """Return whether an answer of the first row is one line or a number, and not a worked solution of GSM8K."""
+    if isinstance(answer, str):
+        is_line = len(answer.splitlines()) == 1 and len(answer) <= _MAX_BARE
+        return is_line and bool(answer.strip()) and "####" not in answer
+    return isinstance(answer, int | float)
 
 
 # ---- mapped schema ----

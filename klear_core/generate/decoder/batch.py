@@ -122,6 +122,13 @@ class Batch(Generic[OwnerT]):
         self._remove(ended)  # after the results are read, because rows move
         return results
 
+    def unfinished(self, is_wanted: Callable[[OwnerT], bool]) -> Iterator[tuple[OwnerT, tuple[int, ...]]]:
+        """Yield the owners that are wanted of the active rows, each with its new tokens so far."""
+        for index, row in enumerate(self._rows):
+            if is_wanted(row.owner):
+                new = slice(len(row.prompt_ids), int(self._state.position_R[index]) + 1)
+                yield row.owner, tuple(self._state.tokens_RT[index, new].tolist())
+
     def drop(self, is_unwanted: Callable[[OwnerT], bool]) -> None:
         """Stop the rows whose owner is unwanted, such as a cancelled request."""
         self._remove([i for i, row in enumerate(self._rows) if is_unwanted(row.owner)])

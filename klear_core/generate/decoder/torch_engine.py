@@ -26,7 +26,7 @@ from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
 from klear_core.generate.decoder.decode import NativeStep
 from klear_core.generate.decoder.model import Decoder
 from klear_core.generate.decoder.shape import read_shape
-from klear_core.generate.engine import SamplingParams, WeightSource
+from klear_core.generate.engine import OnTokens, SamplingParams, WeightSource
 from klear_core.hf_config import FolderTokenizer
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
@@ -38,6 +38,7 @@ T = TypeVar("T")
 class _Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    on_tokens: OnTokens | None = None
     reply: Future[list[Completion]] = field(default_factory=Future)
     completions: dict[int, Completion] = field(default_factory=dict)
     is_cancelled: bool = False
@@ -90,6 +91,8 @@ class TorchEngine:
         )
         self._waiting: deque[BatchRow[_Sample]] = deque()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._has_listener = False
+        """Whether a request ever wanted to know tokens; without one, no step looks for them."""
         self._lock = threading.Lock()
         self._unanswered: set[Future[list[Completion]] | Future[None]] = set()
         self._why_closed: BaseException | None = None
@@ -102,8 +105,14 @@ class TorchEngine:
 
         Raise ValueError if the prompt is empty, too long, or has ids outside the vocabulary.
         """
+        return await self.stream(prompt_ids, params, None)
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None
+    ) -> list[Completion]:
+        """Return what `generate` does; call `on_tokens` after each step with the tokens of each unfinished sample."""
         self._check_prompt(prompt_ids)
-        request = _Request(prompt_ids=tuple(prompt_ids), params=params)
+        request = _Request(prompt_ids=tuple(prompt_ids), params=params, on_tokens=on_tokens)
         self._submit(request)
         try:
             return await asyncio.wrap_future(request.reply)
@@ -174,6 +183,8 @@ class TorchEngine:
                 if self._batch.num_running:
                     for ended in self._batch.step():
                         self._deliver(ended)
+                    if self._has_listener:
+                        self._tell()
 
     def _handle_commands(self) -> bool:
         """Handle all commands in the queue, and wait for one if there is nothing else to do. False ends the worker."""
@@ -186,6 +197,7 @@ class TorchEngine:
             is_idle = False  # only the first `get` may block
             match command:
                 case _Request():
+                    self._has_listener |= command.on_tokens is not None
                     self._waiting += self._rows(command)
                 case _Load():
                     self._load(command)
@@ -216,6 +228,12 @@ class TorchEngine:
         free = self._batch.max_rows - self._batch.num_running
         if self._waiting and free >= min(len(self._waiting), max(1, self._batch.max_rows // 8)):
             self._batch.add([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
+
+    def _tell(self) -> None:
+        """Tell the tokens so far of samples whose request wants to know them."""
+        for owner, token_ids in self._batch.unfinished(lambda sample: sample.request.on_tokens is not None):
+            assert owner.request.on_tokens is not None
+            owner.request.on_tokens(owner.index, token_ids)
 
     def _deliver(self, ended: EndedRow[_Sample]) -> None:
         request = ended.row.owner.request

@@ -204,7 +204,7 @@ def test_starter_code_becomes_part_of_the_question(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("gsm8k", {"answer": "no mark"}, "no_reference"),
+        ("gsm8k", {"answer": "no mark\nat all"}, "no_reference"),
         ("gsm8k", {"question": "  "}, "empty_field"),
         ("gsm8k", {"question": 7}, "wrong_type"),
         ("deepscaler", {"answer": None}, "no_reference"),
@@ -251,12 +251,16 @@ def test_naming_the_format_overrides_the_guess(tmp_path):
     assert read_one(both, tmp_path, row_schema="problem").reference == MathReference(answers=("3",))
 
 
-def test_a_file_of_questions_and_bare_answers_is_told_what_to_call_its_columns(tmp_path):
+@pytest.mark.parametrize("answer", ["2", 2, r"\\frac{1}{2}", "x = 2"])
+def test_questions_with_bare_answers_are_not_taken_for_gsm8k(tmp_path, answer):
     """`question` and `answer` are GSM8K's columns, whose answers are worked solutions."""
-    assert (
-        "if answers are bare, call the column of the questions `problem`"
-        in read_one({"question": "What is 1+1?", "answer": "2"}, tmp_path).detail
-    )
+    row = {"question": "What is 1+1?", "answer": answer}
+    assert read_one(row, tmp_path).reference == MathReference(answers=(str(answer),))
+
+
+def test_a_worked_solution_without_its_last_line_is_told_what_to_call_its_columns(tmp_path):
+    found = read_one({"question": "What is 1+1?", "answer": "One and one.\nThat is two."}, tmp_path)
+    assert "if answers are bare, call the column of the questions `problem`" in found.detail
 
 
 def test_thousands_commas_of_gsm8k_are_removed_but_not_those_of_lists(tmp_path):

@@ -13,7 +13,8 @@ from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import fingerprints_of, input_records, stages_of
-from klear_core.pipeline.preflight.checks import GivenContamination, given_contamination, problems_with
+from klear_core.pipeline.preflight.checks import problems_with
+from klear_core.pipeline.preflight.exposure import GivenContamination, TrainingQuestions, given_contamination
 
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke"
 
@@ -136,3 +137,14 @@ def test_a_lineage_with_a_gap_shows_nothing(tmp_path: Path, questions: Path) -> 
     (gone,) = (tmp_path / "store" / "curate").iterdir()
     (gone / "manifest.json").unlink()
     assert only(given_contamination(config(tmp_path, questions, f"given.sft={model}"))).unknown == ("aime",)
+
+
+def test_a_question_is_outside_of_what_was_trained_by_its_parts_or_its_length() -> None:
+    trained = TrainingQuestions(
+        num_questions=9, tokens=frozenset(["mod", "10", ":", "3", "+4", ",", "*7", "=", "?"]), longest=10
+    )
+    assert trained.why_unlike("mod 10: 3,+4,*7=?") is None
+    assert trained.why_unlike("mod 10: 3,+0,*1=?") == (
+        "outside of what was trained: '+0', '*1' are in none of the 9 questions that this model was trained on"
+    )
+    assert "longer than any" in str(trained.why_unlike("mod 10: 3,+4,*7,+4=?"))
