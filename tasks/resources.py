@@ -64,7 +64,10 @@ class Needs:
 
 
 def needs_of(cfg: RlConfig, model: Path) -> Needs:
-    """Return an RL stage's resources: one CPU per thread that works at a time, room for copies of the weights. `plan_gpus` assigns GPUs."""
+    """Return an RL stage's resources: one CPU per thread that works at a time, and room for copies of the weights.
+
+    `plan_gpus` assigns GPUs.
+    """
     from klear_core.train.base_model import model_folder
 
     weights = sum(f.stat().st_size for f in model_folder(model).glob("*.safetensors"))

@@ -41,7 +41,7 @@ class TinyModelConfig(Settings):
 
 
 def _model_in(path: str) -> str:
-    """Return the folder of a model: `~` is the home folder, and the folder of an artifact stands for the model in it."""
+    """Return the folder of a model: `~` is the home folder; an artifact's folder stands for the model in it."""
     folder = Path(path).expanduser()
     is_artifact = not (folder / "config.json").exists() and (folder / "model" / "config.json").exists()
     return str(folder / "model") if is_artifact else os.path.expanduser(path)
