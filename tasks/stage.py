@@ -69,7 +69,7 @@ def run_stage(info: RunInfo, job: Job, inputs: Inputs, body: StageBody) -> Artif
 
 
 class StageTelemetry:
-    """Writes a stage's metrics to its file, from which MLflow gets them, and shows progress, also by a line a minute."""
+    """Writes a stage's metrics to its file, from which MLflow gets them, and shows progress, also a line a minute."""
 
     def __init__(self, stage: str, metrics_file: Path) -> None:
         self.stage = stage
