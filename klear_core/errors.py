@@ -122,7 +122,6 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def meant(word: str, known: Sequence[str], what: str) -> str:
-    """Return what is known, after the word that may be meant: `did you mean sft? stages: base, sft, rl`."""
+    """Return the word that may be meant (`did you mean sft?`), else all that is known (`stages: base, sft, rl`)."""
     close = difflib.get_close_matches(word, known, n=1)
-    guess = f"did you mean {close[0]}? " if close else ""
-    return f"{guess}{what}: {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(known)}"

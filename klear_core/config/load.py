@@ -70,8 +70,8 @@ def extended_by(folder: Path) -> tuple[str, ...]:
 
 def _own_settings(folder: Path) -> Tree:
     if not folder.is_dir():
-        near = [str(path) for path in _profiles_near(folder)]
-        raise ConfigError(f"{folder}: no such profile folder; {meant(str(folder), near, 'profiles here')}")
+        here = ", ".join(map(str, _profiles_near(folder))) or "none"
+        raise ConfigError(f"{folder}: no such profile folder; profiles here: {here}")
     files = _toml_files(folder)
     if not files:
         raise ConfigError(f"{folder}: no *.toml file in this folder, so it is not a profile")

@@ -188,7 +188,7 @@ def test_a_full_disk_is_said_with_the_place_and_the_run_goes_on_once_there_is_ro
     tmp_path: Path, small_disk: Path, commands: list[Command]
 ):
     commands.append(run(tmp_path / "ws", SMALL, "workspace.retries=0", until="base", log=tmp_path / "first"))
-    assert commands[0].wait() == 1
+    assert commands[0].wait() == 2
     output = commands[0].output
     assert re.search(rf"{small_disk}.*(disk|space)|(disk|space).*{small_disk}", output), output
     assert is_one_message(output), output
