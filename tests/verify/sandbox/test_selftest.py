@@ -64,6 +64,13 @@ def test_limits_alone_have_none_of_the_gaps_they_can_close() -> None:
     assert find_gaps("rlimits-only", VerifyConfig()) == []
 
 
+def test_a_small_limit_of_memory_is_no_gap(sandbox_name: str) -> None:
+    """The canary's forks share their pages, which the limit of a test counts for each of them."""
+    cfg = VerifyConfig()
+    limits = cfg.limits.model_copy(update={"total_memory_mb": 256})
+    assert find_gaps(sandbox_name, cfg.model_copy(update={"limits": limits})) == []
+
+
 @pytest.mark.parametrize("backend", ["bubblewrap", "rlimits-only"])
 def test_the_other_backends_judge_alike(sandbox_name: str, backend: str) -> None:
     needs("bwrap" if backend == "bubblewrap" else "setpriv")
