@@ -139,6 +139,7 @@ T = TypeVar("T")
 
 NOTICE_AFTER_S = 1.0
 GIVE_UP_AFTER_S = 5.0
+_CLIENT_S = 60.0  # MLflow's client is imported first, which takes seconds of a busy processor
 """Seconds before a check fails; a healthy server on a busy machine may need more than one."""
 
 
@@ -181,7 +182,7 @@ def check_tracking(workspace: WorkspaceConfig) -> None:
     try:
         import mlflow  # noqa: F401  takes seconds on a busy machine, which are not the server's
 
-        _within_limit(partial(check_client, uri), f"{TRACKING_VARIABLE}: MLflow's client")
+        _within_limit(partial(check_client, uri), f"{TRACKING_VARIABLE}: MLflow's client", limit_s=_CLIENT_S)
     except TimeoutError as e:
         raise ConfigError(f"{TRACKING_VARIABLE}: MLflow's client gets no answer ({e}); {remedy}") from e
 
@@ -238,8 +239,8 @@ def check_port(host: str, port: int, what: str, *, remedy: str) -> None:
         raise ConfigError(f"{what}: {host}:{port} does not answer ({_reason(e)}); {remedy}") from e
 
 
-def _within_limit(ask: Callable[[], T], who: str) -> T:
-    """Return the result of `ask`, or raise TimeoutError after 5 s. It runs in a thread: socket timeouts omit DNS."""
+def _within_limit(ask: Callable[[], T], who: str, *, limit_s: float = GIVE_UP_AFTER_S) -> T:
+    """Return the result of `ask`, or raise TimeoutError after a limit. In a thread: socket timeouts omit DNS."""
     answers: list[T] = []
     errors: list[Exception] = []
 
@@ -253,12 +254,12 @@ def _within_limit(ask: Callable[[], T], who: str) -> T:
     thread.start()
     thread.join(NOTICE_AFTER_S)
     if thread.is_alive():
-        typer.echo(f"{who} has not answered yet; waiting for {GIVE_UP_AFTER_S - NOTICE_AFTER_S:.0f} s more", err=True)
-        thread.join(GIVE_UP_AFTER_S - NOTICE_AFTER_S)
+        typer.echo(f"{who} has not answered yet; waiting for {limit_s - NOTICE_AFTER_S:.0f} s more", err=True)
+        thread.join(limit_s - NOTICE_AFTER_S)
     if errors:
         raise errors[0]
     if not answers:
-        raise TimeoutError(f"no answer within {GIVE_UP_AFTER_S:.0f} s")
+        raise TimeoutError(f"no answer within {limit_s:.0f} s")
     return answers[0]
 
 
