@@ -187,7 +187,7 @@ LINE_EVERY_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """What a stage has done, and how fast; its times are seconds of one clock."""
+    """Progress of a stage and its speed; all times are seconds of one clock."""
 
     stage: str
     started_s: float

@@ -15,7 +15,7 @@ from klear_core.hf_config import HfConfig, read_hf_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What distinguishes the families of decoders that share everything else."""
+    """Features in which the families of decoders differ; they share everything else."""
 
     has_qk_norm: bool = False
     """Queries and keys of each head are normalised before their rotation."""

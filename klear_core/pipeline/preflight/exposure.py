@@ -238,7 +238,7 @@ _TOKEN = re.compile(r"[+*/-]?\d+|[^\W\d]+|[^\w\s]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingQuestions:
-    """What all questions have that a model was trained on, if programs made them in a few forms."""
+    """Features shared by all questions that a model was trained on, if programs made them in a few forms."""
 
     num_questions: int
     tokens: frozenset[str]

@@ -317,7 +317,7 @@ for _name in ("lt", "le", "gt", "ge"):
 
 
 class ProgramModule(types.ModuleType):
-    """What the tests import the program as."""
+    """The module under whose name the tests import the program."""
 
     def __init__(self, name, look_up, bind):
         super().__init__(name)
