@@ -28,10 +28,11 @@ from klear_core.pipeline.costs.throughput import (
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.preflight.capacity import known_hardware, with_margin_gb
 from klear_core.pipeline.preflight.model_checks import placement_lines
+from klear_core.scores import duration
 
 if TYPE_CHECKING:
     from klear_core.artifacts.store import CheckedBy
-    from klear_core.pipeline.plan import StagePlan
+    from klear_core.pipeline.plan import Rerun, StagePlan
 
 
 def show_plan(
@@ -49,7 +50,7 @@ def show_plan(
     `is_exact` measures the memory of trainings on fake tensors.
     """
     from klear_core.config.settings import config_digest
-    from klear_core.pipeline.plan import detectable_lines, plan_stages
+    from klear_core.pipeline.plan import detectable_lines, plan_stages, reruns_of_upgrade
     from klear_core.pipeline.preflight.checks import problems_with
     from klear_core.pipeline.preflight.exposure import given_contamination
 
@@ -65,6 +66,7 @@ def show_plan(
         plans = []
     if plans:
         console.print(_plan_table(plans))
+        _show_upgrade(console, reruns_of_upgrade(config, chosen), price=config.hardware.price_per_gpu_hour)
     show_costs(console, config, chosen, is_exact=is_exact)
     for line in detectable_lines(config):
         console.print(f"[dim]scores:[/] {escape(line)}")
@@ -82,6 +84,64 @@ def _plan_table(plans: Sequence[StagePlan]) -> Table:
         does = f"[red]{plan.action}[/]" if plan.action == "damaged" else plan.action
         table.add_row(plan.stage, does, plan.fingerprint[:8], escape(plan.why))
     return table
+
+
+# ---- upgrade ----
+
+
+_AMOUNTS = {
+    "paid_tokens": "paid tokens",
+    "sampled_tokens": "sampled tokens",
+    "trained_tokens": "trained tokens",
+    "tokens": "tokens",
+    "answers": "answers",
+    "rows": "rows",
+}
+"""Counts of an artifact that tell how much work it was, and their names."""
+
+
+def _show_upgrade(console: Console, reruns: Sequence[Rerun], *, price: float | None) -> None:
+    """Print the finished stages that run again only because the code is newer, with what they took before."""
+    if not reruns:
+        return
+    total = sum(rerun.earlier.wall_s for rerun in reruns)
+    console.print(
+        f"[yellow]upgrade:[/] {len(reruns)} finished stages run again only because the code is newer than their "
+        f"artifacts; they took {duration(total)}{_upgrade_cost(reruns, price)}. The earlier version of Klear still "
+        "reuses them"
+    )
+    has_hours = any(rerun.gpu_hours is not None for rerun in reruns)
+    table = Table("stage", "took", *_if(has_hours, "GPU-hours"), "work", "runs again because", box=None)
+    for rerun in reruns:
+        hours = "" if rerun.gpu_hours is None else _hours(rerun.gpu_hours, price)
+        bound = "" if rerun.is_measured or not hours else "at most "
+        took = duration(rerun.earlier.wall_s)
+        if not rerun.is_measured:
+            took += f", the last of {rerun.earlier.attempts} attempts"
+        table.add_row(rerun.stage, took, *_if(has_hours, bound + hours), _work(rerun), escape(rerun.why))
+    console.print(table)
+
+
+def _upgrade_cost(reruns: Sequence[Rerun], price: float | None) -> str:
+    """Return the GPU-hours and money of all stages as the end of a sentence part; empty if they cost neither."""
+    gpu_hours = [rerun.gpu_hours for rerun in reruns if rerun.gpu_hours is not None]
+    costs = []
+    if gpu_hours:
+        costs.append(f"GPU-hours: {_hours(sum(gpu_hours), price)}")
+    paid = sum(rerun.earlier.counts.get("cost", 0) for rerun in reruns)
+    if paid:
+        costs.append(f"{paid:,.2f} paid to teachers")
+    return "".join(f", {cost}" for cost in costs)
+
+
+def _work(rerun: Rerun) -> str:
+    counts = rerun.earlier.counts
+    amounts = [f"{counts[key]:,} {name}" for key, name in _AMOUNTS.items() if key in counts]
+    if "cost" in counts:
+        amounts.append(f"{counts['cost']:,.2f} paid")
+    if not amounts and rerun.max_tokens is not None:
+        return f"at most {rerun.max_tokens:,} tokens"
+    return ", ".join(amounts)
 
 
 # ---- costs ----

@@ -1,8 +1,12 @@
 """Manifests of artifacts that nobody made."""
 
+from collections.abc import Collection
 from datetime import UTC, datetime
 
-from klear_core.artifacts.manifest import LedgerStep, Manifest
+from klear_core.artifacts.manifest import ArtifactId, LedgerStep, Manifest, fingerprint
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.settings import result_settings
+from klear_core.pipeline.graph import input_records, open_store, stages_of
 
 
 def manifest(kind: str = "sft", fingerprint: str = "f1", **changes) -> Manifest:
@@ -28,3 +32,19 @@ def manifest(kind: str = "sft", fingerprint: str = "f1", **changes) -> Manifest:
         "wall_s": 0.5,
     }
     return Manifest.model_validate(fields | changes)
+
+
+def publish(cfg: PipelineConfig, *names: str, older: Collection[str] = (), **measured: object) -> None:
+    """Put empty artifacts where these stages' results would be; kinds in `older` as the code version before made them."""
+    ids: dict[str, ArtifactId] = {}
+    for stage in stages_of(cfg):
+        inputs = input_records(stage.job, {role: ids[n] for role, n in stage.inputs.items()}, cfg.workspace)
+        version = stage.job.code_version - (stage.kind in older)
+        own = fingerprint(stage.kind, version, stage.job, inputs)
+        ids[stage.name] = ArtifactId(kind=stage.kind, fingerprint=own)
+        if stage.name in names:
+            with open_store(cfg.workspace).create(stage.kind, own) as slot:
+                settings = {"config": stage.job.model_dump(mode="json"), "result_config": result_settings(stage.job)}
+                made_by = {"stage": stage.name, "code_version": version, "created_at": datetime.now(UTC)}
+                (slot.workdir / "data").write_text("1234")
+                slot.publish(manifest(stage.kind, own, inputs=inputs, **settings, **made_by, **measured))

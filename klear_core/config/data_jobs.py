@@ -111,6 +111,7 @@ class CurateJob(Job):
 
     kind = "curate"
     code_version = 10
+    code_changes = {10: "encodings, copies in other words and unreadable references are recognised"}
 
     seed: int
     curate: CurateConfig

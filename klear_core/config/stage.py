@@ -75,6 +75,8 @@ class Job(Settings):
     code_version: ClassVar[int]
     """Version of the kind's code. Raise it when a code change changes the result: the stage and all that follow run
     again."""
+    code_changes: ClassVar[Mapping[int, str]] = {}
+    """What each newer version of the code does otherwise, as CHANGELOG and `klear plan` say it."""
     makes_model: ClassVar[bool] = False
     """Whether the artifact is a model."""
     scores_model: ClassVar[bool] = False
@@ -233,6 +235,7 @@ class TagJob(Job):
 
     kind = "tag"
     code_version = 2
+    code_changes = {2: "verdicts of math and of programs change"}
 
     seed: int
     tag: TagConfig
@@ -266,6 +269,7 @@ class DistillJob(Job):
 
     kind = "distill"
     code_version = 3
+    code_changes = {3: "verdicts of math and of programs change"}
 
     seed: int
     distill: DistillConfig
@@ -339,6 +343,7 @@ class RlJob(Job):
 
     kind = "rl"
     code_version = 7
+    code_changes = {7: "verdicts of math and of programs change"}
     makes_model = True
 
     seed: int
@@ -384,6 +389,7 @@ class EvaluateJob(Job):
 
     kind = "evaluate"
     code_version = 7
+    code_changes = {7: "verdicts of math and of programs change"}
     scores_model = True
 
     seed: int

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 from klear_command import ROOT, start
-from manifests import manifest
+from manifests import manifest, publish
 
 from flows.doctor import Check, show_checks
 from flows.show import name_of
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
+from klear_core.config.load import load_profile
+from klear_core.pipeline.graph import stages_of
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate", "rl", "curate")
@@ -101,6 +103,16 @@ def test_a_setting_of_a_stage_that_the_run_does_not_have_is_warned_about(klear, 
     told = " ".join(klear("plan", "smoke", *overrides, "--set", "sft.optim.lr=1e-4").err.split())
     assert told == "warning --set 'sft.optim.lr=1e-4': no stage of this run uses settings of sft"
     assert klear("plan", "smoke", *overrides).err == ""
+
+
+def test_a_plan_says_what_an_upgrade_makes_again_why_and_what_it_took(klear, tmp_path, snapshot):
+    overrides = [f"workspace.root={tmp_path}", "hardware.price_per_gpu_hour=2", "sft.dtype=bfloat16"]
+    cfg = load_profile(ROOT / "configs" / "smoke", overrides)
+    counts = {"sampled_tokens": 9000, "trained_tokens": 4000}
+    publish(cfg, *[stage.name for stage in stages_of(cfg)], older=["distill", "rl"], wall_s=5400.0, counts=counts)
+    planned = klear("plan", "smoke", *(word for override in overrides for word in ("--set", override)))
+    block = planned.out[planned.out.index("upgrade:") :].partition(" stage     tokens")[0]
+    snapshot("plan_upgrade", block)
 
 
 def test_plan_tells_what_an_override_changes(klear, workspace):

@@ -1,16 +1,17 @@
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from manifests import manifest
+from manifests import manifest, publish
 
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import CustomReward, RewardConfig, RlConfig
 from klear_core.config.settings import result_settings
+from klear_core.config.stage import RlJob
 from klear_core.config.train import HfModelConfig, SftConfig, SftOptimConfig, SftRuntime
 from klear_core.errors import ConfigError
+from klear_core.pipeline.costs.estimate import estimate
 from klear_core.pipeline.graph import (
     downstream_of,
     fingerprints_of,
@@ -21,7 +22,7 @@ from klear_core.pipeline.graph import (
     stages_of,
     with_inputs,
 )
-from klear_core.pipeline.plan import plan_stages
+from klear_core.pipeline.plan import plan_stages, reruns_of_upgrade
 
 
 def config(root: Path, **changes) -> PipelineConfig:
@@ -32,28 +33,6 @@ def config(root: Path, **changes) -> PipelineConfig:
 def changed(before: PipelineConfig, after: PipelineConfig) -> list[str]:
     old, new = (fingerprints_of(stages_of(c), c.workspace) for c in (before, after))
     return [name for name in new if old[name] != new[name]]
-
-
-def publish(cfg: PipelineConfig, *names: str) -> None:
-    """Put empty artifacts where these stages' results would be."""
-    stages = stages_of(cfg)
-    ids = fingerprints_of(stages, cfg.workspace)
-    for stage in stages:
-        if stage.name in names:
-            inputs = input_records(stage.job, {role: ids[n] for role, n in stage.inputs.items()}, cfg.workspace)
-            with open_store(cfg.workspace).create(stage.kind, ids[stage.name].fingerprint) as slot:
-                own = {
-                    "config": stage.job.model_dump(mode="json"),
-                    "result_config": result_settings(stage.job),
-                    "inputs": inputs,
-                }
-                made_by = {
-                    "stage": stage.name,
-                    "code_version": stage.job.code_version,
-                    "created_at": datetime.now(UTC),
-                }
-                (slot.workdir / "data").write_text("1234")
-                slot.publish(manifest(stage.kind, ids[stage.name].fingerprint, **own, **made_by))
 
 
 def test_a_new_learning_rate_of_sft_changes_sft_and_what_follows_from_it(tmp_path: Path):
@@ -253,3 +232,63 @@ def test_a_stage_alone_takes_the_models_that_are_given_to_it():
     assert select_stages(stages, only=None, from_="rl", until="rl") == ("sft", "rl")
     with pytest.raises(ConfigError, match=r"no stage 'reprot'; did you mean report\?"):
         select_stages(stages, only="reprot", from_=None, until=None)
+
+
+# ---- upgrades ----
+
+
+def test_an_upgrade_reruns_the_stages_whose_code_changed_and_what_follows_from_them(tmp_path: Path):
+    cfg = config(tmp_path)
+    publish(cfg, *[stage.name for stage in stages_of(cfg)], older=["rl"])
+    reruns = reruns_of_upgrade(cfg)
+    version = RlJob.code_version
+    assert [(rerun.stage, rerun.why) for rerun in reruns] == [
+        ("rl", f"code version {version - 1} -> {version}: {RlJob.code_changes[version]}"),
+        ("evaluate_rl", "follows from rl"),
+        ("report", "follows from rl, evaluate_rl"),
+    ]
+    assert [rerun.stage for rerun in reruns_of_upgrade(cfg, ["evaluate_rl"])] == ["evaluate_rl"]
+
+
+def test_what_was_changed_by_the_user_is_not_rerun_by_the_upgrade(tmp_path: Path):
+    publish(config(tmp_path), "benchmarks", "curate", "base", "distill", "sft", "rl", older=["distill", "rl"])
+    after = config(tmp_path, sft=SftConfig(optim=SftOptimConfig(lr=1e-3)))
+    assert [rerun.stage for rerun in reruns_of_upgrade(after)] == ["distill"]
+
+
+def test_nothing_is_rerun_by_an_upgrade_that_changes_no_code_or_where_nothing_was_finished(tmp_path: Path):
+    cfg = config(tmp_path)
+    assert reruns_of_upgrade(cfg) == []
+    publish(cfg, *[stage.name for stage in stages_of(cfg)])
+    assert reruns_of_upgrade(cfg) == []
+
+
+def test_a_setting_that_the_earlier_code_did_not_have_is_new_by_the_upgrade_unless_the_user_set_it(tmp_path: Path):
+    stages = {stage.name: stage for stage in stages_of(config(tmp_path))}
+    job = stages["sft"].job
+    known = result_settings(job)
+    del known["sft"]["optim"]["lr"]
+    with open_store(config(tmp_path).workspace).create("sft", "0" * 20) as slot:
+        inputs = fingerprints_of(list(stages.values()), config(tmp_path).workspace)
+        records = input_records(
+            job, {role: inputs[name] for role, name in stages["sft"].inputs.items()}, WorkspaceConfig()
+        )
+        slot.publish(manifest("sft", "0" * 20, code_version=job.code_version, result_config=known, inputs=records))
+    assert [rerun.why for rerun in reruns_of_upgrade(config(tmp_path))] == ["new setting sft.optim.lr = 8e-05"]
+    assert reruns_of_upgrade(config(tmp_path, sft=SftConfig(optim=SftOptimConfig(lr=1e-3)))) == []
+
+
+def test_the_cost_of_a_rerun_is_what_the_earlier_artifact_took_on_its_gpus(tmp_path: Path):
+    sft = SftConfig(dtype="bfloat16", runtime=SftRuntime(num_workers=4))
+    publish(config(tmp_path, sft=sft), "sft", older=["sft"], wall_s=1800.0)
+    (rerun,) = reruns_of_upgrade(config(tmp_path, sft=sft.model_copy(update={"runtime": SftRuntime()})), ["sft"])
+    assert rerun.gpu_hours == 2.0  # half an hour on four GPUs, though one is configured now
+    assert rerun.is_measured
+
+
+def test_a_build_in_several_attempts_has_not_measured_what_it_took_and_is_estimated(tmp_path: Path):
+    cfg = config(tmp_path, sft=SftConfig(dtype="bfloat16", max_steps=10))
+    publish(cfg, "sft", older=["sft"], wall_s=1800.0, attempts=3)
+    (rerun,) = reruns_of_upgrade(cfg, ["sft"])
+    assert not rerun.is_measured
+    assert rerun.gpu_hours == estimate(cfg, ["sft"])[0].gpu_hours

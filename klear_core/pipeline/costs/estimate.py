@@ -11,11 +11,11 @@ from typing import assert_never
 from klear_core.config.curate import CurateConfig, TagConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, PuzzleSource, Source
 from klear_core.config.data_jobs import CurateJob
-from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
+from klear_core.config.distill import DistillConfig, HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.evaluate import HardwareConfig, HttpEngineConfig, VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.stage import DistillJob, EngineUse, RlJob, SftJob, Stage, TagJob
+from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, RlJob, SftJob, Stage, TagJob
 from klear_core.config.train import ModelConfig, SftConfig
 from klear_core.pipeline.costs.memory import (
     LearnerPeak,
@@ -359,6 +359,29 @@ def _rl_gpu_hours(rl: RlConfig, use: EngineUse | None, *, learning: float, sampl
         return learning + sampling  # they share the GPUs, and take turns
     # The two sides run one after the other in this bound, and all GPUs are held for both.
     return (learning / learners + sampling / engines) * (learners + engines)
+
+
+def gpus_held(stage: Stage) -> float | None:
+    """Return the GPUs that a stage holds while it runs, if it runs on GPUs; None if the settings leave it open."""
+    training, use = stage.job.training(), stage.engine()
+    engine_ranks = use.engine.runtime.tensor_parallel if use and isinstance(use.engine, VllmEngineConfig) else 1
+    if isinstance(training, RlConfig):
+        runtime = training.runtime
+        per_learner = 1.0 if runtime.learner_gpus is None else runtime.learner_gpus
+        per_engine = engine_ranks if runtime.rollout_gpus is None else runtime.rollout_gpus
+        return runtime.num_workers * per_learner + runtime.num_rollout_actors * per_engine
+    match stage.job:
+        case SftJob(sft=sft):
+            return sft.runtime.num_workers
+        case TagJob(tag=TagConfig(runtime=engines)):
+            num_engines = engines.num_engines
+        case DistillJob(distill=DistillConfig(teacher=LocalTeacherConfig(runtime=engines))):
+            num_engines = engines.num_engines
+        case EvaluateJob(evaluate=evaluate):
+            num_engines = evaluate.runtime.num_engines
+        case _:
+            return 0
+    return None if num_engines == "auto" else num_engines * engine_ranks
 
 
 def _rl_flops(rl: RlConfig, size: ModelSize) -> float:
