@@ -3,19 +3,23 @@
 The unit is the seed: one complete run, from data and SFT to the score. Variants of one seed share all artifacts that
 they can. No interval over a handful of seeds is reliable if runs can collapse. So every row has its range, the number
 of collapses, and the largest collapse rate that this number leaves possible. A row has an interval of the mean only if
-none of its runs collapsed.
+none of its runs collapsed. One rule decides which differences are shown: scores are compared by Student's t where no
+run of either side collapsed, numbers of collapses by Fisher's exact test where one did, and all p-values of a table
+are corrected together by Holm's method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.config.settings import Settings
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.stats.intervals import SeedSpread, seed_spread
+from klear_core.evaluate.stats.intervals import SeedSpread, seed_spread, t_test_p
+from klear_core.evaluate.stats.significance import fisher_exact_p, holm
 from klear_core.metrics import METRICS_FILE, read_metrics
 from klear_core.scores import EvalReport, read_reports
 
@@ -152,6 +156,17 @@ Runs = Mapping[int, RunResult]
 """Results of one variant at one learning rate, by seed."""
 
 
+class SeedTest(Settings):
+    """The test of a row against its reference."""
+
+    by: Literal["t", "collapses"]
+    """Student's t test of the scores, paired by seed; Fisher's exact test of the numbers of collapses."""
+    p: float
+    """Two-sided p-value."""
+    corrected: float
+    """The same by Holm's method over the rows of the table, in which those at own rates are a family of their own."""
+
+
 class TableRow(Settings):
     """One row of the table: a variant at one learning rate, or at its own rates."""
 
@@ -165,6 +180,8 @@ class TableRow(Settings):
     difference: SeedSpread | None
     """Difference from the reference, paired by seed, at the same rate; at the reference's own rates if it has no runs
     at this one or `learning_rate` is None. None for the reference itself."""
+    test: SeedTest | None = None
+    """Whether `difference` is shown; None where that is None, and in tables of earlier versions."""
     against_own_rate: bool = False
     """Whether the reference in `difference` has its own rate and not this row's."""
     runs: dict[int, RunResult]
@@ -197,7 +214,17 @@ def rows_of(
             row = _row(variant, learning_rate, runs_by_seed, compared_with, source.get(compared_with, {}))
             if row is not None:
                 rows.append(row.model_copy(update={"against_own_rate": is_elsewhere}))
-    return tuple(rows)
+    # Runs at own rates are runs of the other rows: they are tested again, not beside them.
+    fixed = [row for row in rows if row.learning_rate is not None]
+    return (*_corrected(fixed), *_corrected([row for row in rows if row.learning_rate is None]))
+
+
+def _corrected(family: Sequence[TableRow]) -> Iterator[TableRow]:
+    """Yield the rows with their p-values corrected for their number."""
+    corrected = iter(holm([row.test.p for row in family if row.test is not None]))
+    for row in family:
+        test = None if row.test is None else row.test.model_copy(update={"corrected": next(corrected)})
+        yield row.model_copy(update={"test": test})
 
 
 def at_own_rate(runs_by_rate: Mapping[float, Runs]) -> Runs:
@@ -244,19 +271,27 @@ def _row(variant: str, rate: float | None, runs: Runs, reference_name: str, refe
     if len(shared) < 2:
         return None
     scores = [run.after for run in runs.values()]
-    own_collapsed = any(run.has_collapsed for run in runs.values())
+    own_collapsed = _num_collapsed(runs) > 0
     score = seed_spread(scores, has_collapsed=own_collapsed, bounds=(0, 1))
-    difference = None
+    difference = test = None
     if variant != reference_name:
         differences = [runs[seed].after - reference[seed].after for seed in shared]
         # A collapse of either side is in the difference.
-        has_collapsed = own_collapsed or any(reference[seed].has_collapsed for seed in shared)
+        has_collapsed = own_collapsed or any(run.has_collapsed for run in reference.values())
         difference = seed_spread(differences, has_collapsed=has_collapsed, bounds=(-1, 1))
+        collapses = _num_collapsed(runs), _num_collapsed(reference)
+        p = fisher_exact_p(collapses, (len(runs), len(reference))) if has_collapsed else t_test_p(differences)
+        test = SeedTest(by="collapses" if has_collapsed else "t", p=p, corrected=p)
     return TableRow(
         variant=variant,
         learning_rate=rate,
         score=score,
         reference=reference_name,
         difference=difference,
+        test=test,
         runs=dict(runs),
     )
+
+
+def _num_collapsed(runs: Runs) -> int:
+    return sum(run.has_collapsed for run in runs.values())

@@ -18,7 +18,7 @@ from klear_core.config.load import explained
 from klear_core.config.settings import Settings
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.compare.ablation import TOKEN_SHARES, RunResult, TableRow, rows_of
-from klear_core.evaluate.stats.intervals import SeedSpread, largest_rate, t_test_p
+from klear_core.evaluate.stats.intervals import SeedSpread, largest_rate
 from klear_core.evaluate.stats.significance import holm
 from klear_core.scores import EvalReport
 
@@ -175,22 +175,15 @@ def beside_paper(paper: PaperRows, rows: Sequence[TableRow], references: Mapping
         if row.learning_rate is None or row.variant not in ours:
             ours[row.variant] = row
     found = [_beside(paper, variant, references[variant], ours.get(variant)) for variant in paper.scores]
-    p_values = {row.variant: p for row in found if (p := _p_value(row, ours)) is not None}
+    # Where a run collapsed the test is one of collapses, and says nothing about the direction of scores.
+    tests = {row.variant: ours[row.variant].test for row in found if row.variant in ours}
+    p_values = {variant: test.p for variant, test in tests.items() if test is not None and test.by == "t"}
     corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     return BesidePaper(
         source=paper.source,
         about=paper.about,
         rows=tuple(row.model_copy(update={"p": corrected.get(row.variant)}) for row in found),
     )
-
-
-def _p_value(row: BesideRow, ours: Mapping[str, TableRow]) -> float | None:
-    """Return the p-value of our difference; None if there is none, or a run collapsed."""
-    # Without an interval a run collapsed, and then a t test over so few seeds is as misleading.
-    if row.our_difference is None or row.our_difference.interval is None:
-        return None
-    runs, reference = ours[row.variant].runs, ours[row.reference].runs
-    return t_test_p([run.after - reference[seed].after for seed, run in runs.items() if seed in reference])
 
 
 def _beside(paper: PaperRows, variant: str, reference: str, row: TableRow | None) -> BesideRow:
@@ -240,7 +233,7 @@ def as_markdown(table: AblationTable) -> str:
     is_rl = any(run.token_shares for row in table.rows for run in row.runs.values())
     others = [row for row in table.rows if row.reference not in ("", table.reference, row.variant)]
     minus = "minus its reference" if others else f"minus {table.reference}"
-    head = ["variant", "lr", "avg@n (range)", "95 %", f"{minus} (range)", "95 %"]
+    head = ["variant", "lr", "avg@n (range)", "95 %", f"{minus} (range)", "95 %", "p (test)"]
     head += ["collapsed (at most)", *TOKEN_SHARES, "max r", "entropy"] if is_rl else ["updates", "tokens"]
     lines = [_line(head), _line(["---"] * len(head))]
     for row in table.rows:
@@ -301,7 +294,11 @@ def _cells(row: TableRow) -> list[str]:
     """Return the cells that every table has."""
     rate = "own" if row.learning_rate is None else f"{row.learning_rate:g}"
     difference = ["", ""] if row.difference is None else _spread_cells(row.difference, sign="+")
-    return [row.variant, rate, *_spread_cells(row.score), *difference]
+    test = ""
+    if row.test is not None:
+        p = f"{row.test.corrected:.3f}" if row.test.corrected >= 0.001 else "< 0.001"
+        test = f"{p} ({row.test.by})"
+    return [row.variant, rate, *_spread_cells(row.score), *difference, test]
 
 
 def _sft_cells(row: TableRow) -> list[str]:

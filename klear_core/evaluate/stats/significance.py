@@ -85,6 +85,19 @@ def holm(p_values: Sequence[float]) -> tuple[float, ...]:
     return tuple(corrected)
 
 
+def fisher_exact_p(events: tuple[int, int], runs: tuple[int, int]) -> float:
+    """Return the two-sided p-value of Fisher's exact test that an event is equally likely on both sides.
+
+    `events` of `runs` on each side: 5 of 5 against 0 of 5 is 2 / 252. With as many events in all, it is the chance of
+    the tables that are no more likely than this one.
+    """
+    total = sum(events)
+    ways = [math.comb(runs[0], k) * math.comb(runs[1], total - k) for k in range(total + 1)]
+    # Whole numbers, so that equally likely tables count as equal.
+    extreme = sum(way for way in ways if way <= ways[events[0]])
+    return extreme / math.comb(sum(runs), total)
+
+
 def _as_integers(fractions: Sequence[Fraction]) -> list[int]:
     """Return the smallest integers in the same proportions."""
     denominator = math.lcm(*(f.denominator for f in fractions))

@@ -175,6 +175,22 @@ def test_a_variant_without_two_seeds_in_common_with_the_reference_has_no_row() -
     assert [row.variant for row in rows] == ["paper"]
 
 
+def test_scores_are_compared_by_t_without_collapses_and_else_the_collapses_are_and_holm_corrects_all() -> None:
+    # Five of five runs of `paper` collapsed at 2e-4, none of `mine`: p = 2/252. At 1e-4 none did, and the differences
+    # .01, .02 and .03 have t = .02 / (.01 / sqrt(3)) = 3.464 with 2 degrees: p = 1 - t / sqrt(2 + t^2) = 0.0742.
+    fell, stood = ({seed: a_run(after) for seed in range(5)} for after in (0.1, 0.5))
+    paper = {seed: a_run(0.5) for seed in range(3)}
+    mine = {seed: a_run(0.5 + 0.01 * (seed + 1)) for seed in range(3)}
+    rows = rows_of({"paper": {2e-4: fell, 1e-4: paper}, "mine": {2e-4: stood, 1e-4: mine}}, "paper")
+    tests = {row.learning_rate: row.test for row in rows if row.variant == "mine" and row.test}
+    assert [(tests[rate].by, tests[rate].p) for rate in (2e-4, 1e-4)] == [
+        ("collapses", pytest.approx(2 / 252)),
+        ("t", pytest.approx(0.0742, abs=1e-4)),
+    ]
+    assert [tests[rate].corrected for rate in (2e-4, 1e-4)] == [pytest.approx(4 / 252), pytest.approx(tests[1e-4].p)]
+    assert tests[None].corrected == tests[None].p  # at own rates: a family of one
+
+
 def test_the_table_by_hand() -> None:
     # Seed 1 of the reference fell from .6 to .2: no interval of it, nor of differences from it.
     # Scores .4 and .6: mean .5, standard deviation .1414, t(1) at 97.5 % is 12.7: cut at 0 and 1.
@@ -184,11 +200,11 @@ def test_the_table_by_hand() -> None:
     rows = rows_of({"paper": {2e-4: runs}, "mine": {2e-4: own}}, "paper")
     table = AblationTable(reference="paper", rows=rows, failures={"mine, lr 0.0002, seed 3": "stalled"})
     assert as_markdown(table).splitlines() == [
-        "| variant | lr | avg@n (range) | 95 % | minus paper (range) | 95 % | collapsed (at most) "
+        "| variant | lr | avg@n (range) | 95 % | minus paper (range) | 95 % | p (test) | collapsed (at most) "
         "| A<0, r low | A>0, r high | A>0, r low | A<0, r high | dual clip | max r | entropy |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| paper | 0.0002 | 30.0 (20.0 to 40.0) | none |  |  | 1 of 2 (97 %) | 2.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
-        "| mine | 0.0002 | 50.0 (40.0 to 60.0) | 0.0 to 100.0 | +20.0 (+20.0 to +20.0) | none | 0 of 2 (78 %) "
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| paper | 0.0002 | 30.0 (20.0 to 40.0) | none |  |  |  | 1 of 2 (97 %) | 2.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
+        "| mine | 0.0002 | 50.0 (40.0 to 60.0) | 0.0 to 100.0 | +20.0 (+20.0 to +20.0) | none | 1.000 (collapses) | 0 of 2 (78 %) "
         "| 1.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
         "",
         "- no result: mine, lr 0.0002, seed 3: stalled",

@@ -6,10 +6,12 @@ from itertools import product
 from random import Random
 
 import pytest
-from scipy.stats import binom, norm
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom, fisher_exact, norm
 from test_intervals import VECTORS
 
-from klear_core.evaluate.stats.significance import holm, min_changed, sign_flip_test
+from klear_core.evaluate.stats.significance import fisher_exact_p, holm, min_changed, sign_flip_test
 
 P_VALUES = {"V1": 1.86265e-09, "V2": 1, "V3": 0.5, "V4": 0.125, "V5": 1, "V6": 0.125}
 
@@ -116,3 +118,25 @@ def test_the_fewest_changed_problems_of_a_test_depend_on_the_level(confidence: f
     fewest = min_changed(confidence)
     assert sign_flip_test([Fraction(1)] * fewest).p + confidence < 1
     assert sign_flip_test([Fraction(1)] * (fewest - 1)).p + confidence >= 1
+
+
+@pytest.mark.parametrize(
+    ("events", "runs", "p"),
+    [
+        ((5, 0), (5, 5), 2 / 252),  # of the 252 ways to choose 5 of 10 runs, all on one side or all on the other
+        ((3, 1), (4, 4), 34 / 70),  # Fisher's lady with her tea: 1, 16, 36, 16 and 1 ways
+        ((1, 0), (2, 2), 1.0),
+        ((0, 0), (3, 8), 1.0),
+        ((4, 4), (4, 4), 1.0),
+        ((0, 5), (8, 8), 2 * 56 / 4368),  # 56 ways on each side of the 4,368 ways to choose 5 of 16 runs
+    ],
+)
+def test_fishers_exact_test_by_hand(events: tuple[int, int], runs: tuple[int, int], p: float) -> None:
+    assert fisher_exact_p(events, runs) == pytest.approx(p, rel=1e-12)
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.data())
+def test_fishers_exact_test_is_that_of_scipy(first: int, second: int, data: st.DataObject) -> None:
+    a, b = data.draw(st.integers(0, first)), data.draw(st.integers(0, second))
+    expected = fisher_exact([[a, first - a], [b, second - b]]).pvalue
+    assert fisher_exact_p((a, b), (first, second)) == pytest.approx(expected, abs=1e-9)
