@@ -304,7 +304,7 @@ def test_a_grid_of_sft_is_compared_with_the_papers_rows_beside_it(tmp_path: Path
     folder = tmp_path / "ws" / "ablations"
     shown = (folder / "small.md").read_text()
     assert (
-        "| b | 0.004 | 33.5 (31.0 to 36.0) | 31.5 to 35.5 | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 30 | 5,000 |"
+        "| b | 0.004 | 33.5 (31.0 to 36.0) | 31.5 to 35.5 | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 0.031 (t) | 30 | 5,000 |"
         in shown
     )
     assert (
