@@ -22,6 +22,7 @@ from klear_core.config.data import FileSource
 from klear_core.config.load import apply_override, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.curation.curate import curate
+from klear_core.data.curation.solutions import FAILING
 from klear_core.data.curation.write import LEAKS_PAGE
 from klear_core.data.datafiles import check_name, default_name
 from klear_core.errors import ConfigError, KlearError
@@ -30,6 +31,7 @@ from klear_core.scores import visible
 from tasks.progress import ProgressLines
 
 KEPT, DROPPED, PAGE, LEAKS = "kept.parquet", "dropped.parquet", "report.html", LEAKS_PAGE
+UNSOLVED = f"{FAILING}.parquet"
 
 
 def curate_files(sources: Sequence[str], benchmarks: Sequence[str], overrides: Sequence[str], *, out: Path) -> None:
@@ -148,7 +150,7 @@ class _Shown:
 
 def _require_own_folder(out: Path) -> None:
     check_folder_place("--out", out)
-    known = {KEPT, DROPPED, PAGE, LEAKS, ".work"}
+    known = {KEPT, DROPPED, PAGE, LEAKS, UNSOLVED, ".work"}
     if not out.is_dir():
         return
     others = sorted(path.name for path in out.iterdir() if path.name not in known)
@@ -161,7 +163,12 @@ def _publish(summary: StageSummary, workdir: Path, out: Path, *, title: str) -> 
     _join(workdir, ("problems", "rows"), workdir / KEPT)
     _join(workdir, ("dropped",), workdir / DROPPED)
     write_curation_page(summary, workdir / PAGE, title=title)
-    for name in (KEPT, DROPPED, PAGE, LEAKS):
+    (out / UNSOLVED).unlink(missing_ok=True)
+    names = [KEPT, DROPPED, PAGE, LEAKS]
+    if (workdir / FAILING).is_dir():
+        _join(workdir, (FAILING,), workdir / UNSOLVED)
+        names.append(UNSOLVED)
+    for name in names:
         (workdir / name).replace(out / name)
 
 

@@ -65,7 +65,9 @@ def curate(job: data.CurateJob, inputs: Inputs, *, workdir: Path, telemetry: Tel
     from klear_core.data.curation.curate import curate as curate_problems
 
     own = inputs["benchmarks"].path
-    return curate_problems(job.curate, benchmarks=own, seed=job.seed, workdir=workdir, telemetry=telemetry)
+    return curate_problems(
+        job.curate, benchmarks=own, verify=job.runtime.verify, seed=job.seed, workdir=workdir, telemetry=telemetry
+    )
 
 
 @stage
@@ -76,7 +78,10 @@ def given_problems(job: data.GivenProblemsJob, inputs: Inputs, *, workdir: Path,
 
     given = describe_rows(job.runtime.sources, origin=job.origin(), licence=job.given_facts().licence)
     own = inputs["benchmarks"].path
-    summary = curate_problems(job.curation(), benchmarks=own, seed=job.seed, workdir=workdir, telemetry=telemetry)
+    verify = job.runtime.verify
+    summary = curate_problems(
+        job.curation(), benchmarks=own, verify=verify, seed=job.seed, workdir=workdir, telemetry=telemetry
+    )
     return summary.model_copy(update={"given": given})
 
 

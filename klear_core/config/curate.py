@@ -240,6 +240,8 @@ class CurateRuntime(Settings):
     """Share of each source's rows that are readable and have a question and a reference."""
     executor: ExecutorConfig = LocalExecutorConfig()
     """The machine or cluster that reads blocks of the sources and writes shards."""
+    check_solutions: bool = True
+    """Judge the published solutions of programming problems once, on this machine, and list those that fail."""
 
 
 class CurateConfig(Settings):

@@ -114,10 +114,15 @@ class FieldMap(Settings):
     """Place of the name of the function that the tests call; empty: the tests name it, or use standard input."""
     starter_code: str = ""
     """Place of code to complete, which is appended to the question."""
+    solution: str = ""
+    """Place of a published program that solves the problem, by which curation tries the tests; empty: `solution` or
+    `solutions`, where a row has them."""
     rating: str = ""
     """Place of the difficulty: a number, or easy, medium or hard."""
     rating_top: float = Field(default=1.0, gt=0)
     """The rating of the hardest problems; ratings start at 0."""
+
+    as_before = {"solution": ""}
 
     @model_validator(mode="after")
     def _one_reference(self) -> Self:

@@ -106,6 +106,12 @@ class BenchmarksJob(Job):
         return tuple(SourceUse(key=f"benchmark {name!r}", source=source) for name, source in self.sources.items())
 
 
+class CurateJobRuntime(Settings):
+    """Settings of the check of published solutions, which drops no problem."""
+
+    verify: VerifyConfig = VerifyConfig()
+
+
 class CurateJob(Job):
     """Make the training problems."""
 
@@ -115,11 +121,12 @@ class CurateJob(Job):
 
     seed: int
     curate: CurateConfig
+    runtime: CurateJobRuntime = CurateJobRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig, curate: CurateConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the problems of one curation."""
-        return cls(seed=config.seed, curate=curate)
+        return cls(seed=config.seed, curate=curate, runtime=CurateJobRuntime(verify=config.verify))
 
     def files(self) -> tuple[str, ...]:
         """Return the files of the sources, of question sets for decontamination alone, and of an embedding model."""
@@ -161,6 +168,8 @@ class GivenRowsRuntime(Settings):
     """Share of the rows that must be usable."""
     complete: YieldLimits = YieldLimits()
     """Share of the traces that must be whole."""
+    verify: VerifyConfig = VerifyConfig()
+    """Settings of the check of published solutions."""
 
 
 class GivenRowsJob(Job):
@@ -235,7 +244,7 @@ class GivenProblemsJob(GivenRowsJob):
             decontaminate=curate.decontaminate,
             seed=config.seed,
             difficulty=curate.difficulty,
-            runtime=GivenRowsRuntime(sources=sources, read=curate.runtime.read),
+            runtime=GivenRowsRuntime(sources=sources, read=curate.runtime.read, verify=config.verify),
         )
 
     def sources_in(self, section: str) -> tuple[SourceUse, ...]:

@@ -33,7 +33,7 @@ from klear_core.data.formats.references import has_half_character
 from klear_core.data.generated.puzzles import check_generated, domain_of_generated, generate
 from klear_core.data.readers import BrokenRow, FileRow, Span, read_rows
 from klear_core.errors import ConfigError, DataError
-from klear_core.types import CustomReference, Domain, Dropped, domain_of
+from klear_core.types import CodeReference, CustomReference, Domain, Dropped, domain_of
 
 T = TypeVar("T")
 
@@ -295,6 +295,7 @@ def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain:
         contest_id=contest_id(fields),
         contest_date=str(fields.get("contest_date") or ""),
         stated_id=stated_id(fields),
+        solution=schema.solution(fields) if isinstance(reference, CodeReference) else "",
     )
 
 

@@ -13,6 +13,7 @@ from klear_core.artifacts.manifest import DropCounts, LedgerStep, StageSummary, 
 from klear_core.artifacts.store import SCRATCH
 from klear_core.config.curate import CurateConfig, DecontaminateConfig, ExecutorConfig, LocalExecutorConfig
 from klear_core.config.data import FileSource
+from klear_core.config.verify import VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.data.benchmarks import read_benchmarks, read_contest_ids
 from klear_core.data.curation.decontaminate import Decontaminator, Protected, counts_by_rule
@@ -20,6 +21,7 @@ from klear_core.data.curation.merge import NEAR, NOT_SELECTED, REPEAT, STAYS, me
 from klear_core.data.curation.read import TAGS, ReadBlocks, save_guard
 from klear_core.data.curation.segment import Segments, open_segments
 from klear_core.data.curation.selection import SELECT, check_selection, left_out
+from klear_core.data.curation.solutions import FAILING, SolutionCheck, check_solutions
 from klear_core.data.curation.work_plan import Plan, Progress, Tasks, make_plan, save_plan
 from klear_core.data.curation.write import (
     DROPPED,
@@ -54,13 +56,15 @@ def curate(
     *,
     workdir: Path,
     benchmarks: Path | None = None,
+    verify: VerifyConfig | None = None,
     seed: int = 0,
     telemetry: Telemetry = SILENT,
 ) -> StageSummary:
     """Write `problems/*.parquet` and `dropped/*.parquet`: read, limit length, dedup, decontaminate, select and shuffle.
 
     `rows/*.parquet` names the source row of each problem, in the same order. `leaks/*.parquet` and `leaks.html` show
-    every prompt that any decontamination rule would drop.
+    every prompt that any decontamination rule would drop. Published programs are judged by `verify` (None: its
+    defaults), and those that fail are listed in `failing_solutions/*.parquet`.
 
     Blocks of the sources are read in parallel, and their results are kept under `workdir/scratch`, from which a killed
     curation resumes. Raise DataError if a source has too few usable rows or no problem is left.
@@ -85,11 +89,15 @@ def curate(
     dropped = Shards(num_rows=int(num_drops(state).sum()), rows_per_shard=cfg.runtime.rows_per_shard)
     run("writing", WriteProblems(folder=folder, shards=problems), problems.num_tasks)
     run("dropping", WriteDropped(folder=folder, shards=dropped), dropped.num_tasks)
+    checked = SolutionCheck()
+    if cfg.runtime.check_solutions:
+        checked = check_solutions(state, folder / "written", verify or VerifyConfig(), telemetry)
     _publish(folder, workdir)
     telemetry.progress(1, 1, "done")
     notes = _notes(plan, ledger, len(protected), num_phrases)
     counts = {"rows": ledger[0].num_in, "problems": problems.num_rows, "protected_questions": len(protected)}
-    return StageSummary(counts=counts, ledger=ledger, notes=(*warnings, *state.merged.notes, *notes))
+    notes = [*warnings, *state.merged.notes, *notes, *checked.notes]
+    return StageSummary(counts=counts, ledger=(*ledger, *checked.ledger), notes=tuple(notes))
 
 
 def check_curation(cfg: CurateConfig) -> None:
@@ -161,11 +169,12 @@ def _publish(folder: Path, workdir: Path) -> None:
     # From here on the folder is not whole any more. Without its key, a curation that is killed now is made again; with
     # it, tables that were moved and blocks that are half deleted would count as done.
     (folder / "key").unlink()
-    for table in (PROBLEMS, ROWS, DROPPED, LEAKS, LEAKS_PAGE):
-        target = workdir / table
+    for table in (PROBLEMS, ROWS, DROPPED, LEAKS, FAILING, LEAKS_PAGE):
+        target, written = workdir / table, folder / "written" / table
         if target.is_dir():
             shutil.rmtree(target)
-        (folder / "written" / table).replace(target)
+        if table != FAILING or written.exists():  # no problem has a published solution
+            written.replace(target)
     shutil.rmtree(folder)
 
 

@@ -240,6 +240,7 @@ class _Reader:
             "leak": np.array(leak_codes, dtype=np.uint8),
             "answers": ragged(sorted_answers, np.uint64),
             "is_math": np.array(is_math, dtype=np.bool_),
+            "is_solved": np.array([bool(candidate.solution) for candidate in candidates], dtype=np.bool_),
         }
         if self._cfg.dedup.near.enabled:
             columns |= self._sketched(candidates, tokens)

@@ -107,7 +107,7 @@ def _longest_first(templates: Iterable[Tokens]) -> tuple[Tokens, ...]:
 # ---- plan ----
 
 
-_FORMAT = 4
+_FORMAT = 5
 """Version of the files in the working folder; those of another version are not used."""
 _BLOCK_BYTES = 16 << 20
 _MAX_BLOCKS = 160

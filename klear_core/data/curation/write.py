@@ -78,7 +78,7 @@ class WriteProblems(Tasks):
         state = open_state(self.folder)
         shards = self.shards.of_task(task)
         rows = self.shards.rows(shards)
-        candidates = _candidates(state, np.array(state.merged.kept[rows]))
+        candidates = candidates_of(state, np.array(state.merged.kept[rows]))
         for shard in shards:
             part = self.shards.rows(range(shard, shard + 1))
             own = candidates[part.start - rows.start : part.stop - rows.start]
@@ -149,7 +149,7 @@ def leaks_in(state: State) -> Iterator[Leak]:
                 yield placed.leak
 
 
-def _candidates(state: State, numbers: Ranks) -> list[Candidate]:
+def candidates_of(state: State, numbers: Ranks) -> list[Candidate]:
     """Return candidates in the order of their numbers. Each file is read once."""
     part_of = np.searchsorted(state.segments.starts, numbers, side="right") - 1
     found: list[Candidate | None] = [None] * len(numbers)

@@ -20,6 +20,7 @@ from klear_core.data.formats.fields import (
     keys,
     megabytes_in,
     no_rating,
+    program_in,
     rating_at,
     seconds_in,
     text_at,
@@ -295,6 +296,7 @@ CODE_SCHEMAS = (
         question=_mbpp_question,
         reference=code_reference,
         rating=no_rating,
+        solution=lambda fields: program_in(fields.get("code")),
     ),
     Schema(  # the benchmark; never detected, but named
         name="mbpp_benchmark",
@@ -309,6 +311,7 @@ CODE_SCHEMAS = (
         question=_mbpp_question_with_tests,
         reference=lambda fields: reference_in({"functional": text_at(fields, "test")}),
         rating=no_rating,
+        solution=lambda fields: program_in(fields.get("code")),
     ),
     Schema(
         name="humaneval",
@@ -316,6 +319,7 @@ CODE_SCHEMAS = (
         question=lambda fields: f"Complete this function:\n```python\n{text_at(fields, 'prompt')}\n```",
         reference=code_reference,
         rating=no_rating,
+        solution=lambda fields: program_in(f"{fields.get('prompt')}{fields.get('canonical_solution')}"),
     ),
     Schema(
         name="leetcode",
@@ -323,6 +327,8 @@ CODE_SCHEMAS = (
         question=_leetcode_question,
         reference=code_reference,
         rating=_leetcode_rating,
+        # The prompt has the imports and classes that the solution uses.
+        solution=lambda fields: program_in(f"{fields.get('prompt') or ''}\n{fields.get('completion') or ''}"),
     ),
 )
 

@@ -27,6 +27,8 @@ from klear_core.data.formats.fields import (
     grade_at,
     has_surrogate,
     keys,
+    program_in,
+    published_program,
     rating_at,
     text_at,
     user_message,
@@ -89,6 +91,7 @@ def mapped_schema(places: FieldMap) -> Schema:
         question=lambda fields: _question(fields, places),
         reference=_reference_reader(places),
         rating=lambda fields: _rating(fields, places),
+        solution=lambda fields: _solution(fields, places),
     )
 
 
@@ -181,6 +184,16 @@ def _code_reference(fields: Fields, places: FieldMap) -> Reference:
         return reference_in(value_at_place(fields, places.tests), fn_name=name)
     except RowError as e:
         raise _named(places.tests, e) from e
+
+
+def _solution(fields: Fields, places: FieldMap) -> str:
+    """Return the published program; empty for a row that has none."""
+    if not places.solution:
+        return published_program(fields)
+    try:
+        return program_in(value_at_place(fields, places.solution))
+    except RowError:
+        return ""
 
 
 def _rating(fields: Fields, places: FieldMap) -> float | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -30,6 +32,51 @@ Fields = Mapping[str, object]
 Name = TypeVar("Name", bound=str)
 
 
+_SOLUTION_KEYS = ("solution", "solutions")
+_FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_MOST_SOLUTIONS = 20
+"""Published programs that are searched for one in Python."""
+_PYTHON = (3, "PYTHON3", "python", "python3", "Python 3")
+"""The language in rows that name it, as in CodeContests."""
+
+
+def published_program(fields: Fields) -> str:
+    """Return the first valid Python program in the row's field `solution` or `solutions`; empty if there is none."""
+    return program_in(next((fields[key] for key in _SOLUTION_KEYS if fields.get(key)), None))
+
+
+def program_in(published: object) -> str:
+    """Return the first valid Python program in a published solution: a text, a list of texts or the JSON text of one,
+    or CodeContests' columns `solution` and `language`. Empty if there is none.
+    """
+    if isinstance(published, str) and published.lstrip().startswith("["):
+        try:
+            published = json.loads(published)
+        except (ValueError, RecursionError):
+            return ""
+    if isinstance(published, Mapping):
+        programs, languages = published.get("solution"), published.get("language")
+        if not isinstance(programs, list) or not isinstance(languages, list):
+            return program_in(programs)
+        published = [program for program, language in zip(programs, languages, strict=False) if language in _PYTHON]
+    texts = published if isinstance(published, list) else [published]
+    for text in texts[:_MOST_SOLUTIONS]:
+        fenced = _FENCED.search(text) if isinstance(text, str) else None
+        program = fenced[1] if fenced else text
+        if isinstance(program, str) and _is_python(program):
+            return program
+    return ""
+
+
+def _is_python(text: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escapes
+            return bool(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     """One row format: the keys that identify it and its field readers, which raise RowError and ignore unknown keys."""
@@ -43,6 +90,8 @@ class Schema:
     rating: Callable[[Fields], float | None]
     domain: Callable[[Fields], Domain | None] = field(default=lambda _fields: None)
     """For formats without references: the domain that a row states, None if it does not."""
+    solution: Callable[[Fields], str] = published_program
+    """For code problems: the program that the row publishes as a solution, empty if there is none in Python."""
 
     def reference_of(self, fields: Fields, *, domain: Domain | None) -> Reference:
         """Return the row's reference; raise RowError. `domain` is that of rows which show none."""

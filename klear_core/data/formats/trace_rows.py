@@ -18,6 +18,7 @@ from klear_core.data.formats.fields import (
     Schema,
     keys,
     no_rating,
+    program_in,
     rating_at,
     text_at,
     user_message,
@@ -100,6 +101,7 @@ TRACE_SCHEMAS = (
         question=_metadata_question,
         reference=_metadata_reference,
         rating=no_rating,
+        solution=lambda fields: program_in(fields.get("ground_truth_solution")),
     ),
     Schema(  # nvidia/AceReason-1.1-SFT
         name="acereason_sft",
