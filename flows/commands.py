@@ -160,7 +160,9 @@ def publish(
 def evaluate(  # noqa: PLR0913, PLR0917  one option each
     model: Annotated[
         str,
-        typer.Argument(help="A Hugging Face folder, owner/name or owner/name@revision on the Hub, or a stage: rl."),
+        typer.Argument(
+            help="A Hugging Face folder, a GGUF file, owner/name or owner/name@revision on the Hub, or a stage."
+        ),
     ],
     benchmarks: Annotated[
         list[str] | None,
@@ -254,7 +256,8 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            help="A stage (base, sft, rl: its newest model), an artifact, a model folder, or owner/name on the Hub."
+            help="A stage (base, sft, rl: its newest model), an artifact, a model folder, a GGUF file, or owner/name on "
+            "the Hub."
         ),
     ],
     question: Annotated[
