@@ -107,15 +107,30 @@ def read_hf_config(model: Path) -> HfConfig:
         raise ConfigError(f"{path}: {wrong}{of_type}; Klear knows decoders with the keys of Qwen3 and Llama") from e
 
 
+PLAIN_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Families of decoders that our sampler runs and GGUF files are converted of, by `model_type`."""
+
+
+def unusual_keys(config: HfConfig) -> Iterator[str]:
+    """Yield the keys of a config.json with which a plain decoder would compute something else."""
+    unusual = {
+        "model_type": config.model_type not in PLAIN_FAMILIES,
+        "hidden_act": config.hidden_act != "silu",
+        "attention_bias": bool(config.attention_bias),
+        "mlp_bias": bool(config.mlp_bias),
+        "use_sliding_window": bool(config.use_sliding_window),
+        "layer_types": bool(set(config.layer_types or ()) - {"full_attention"}),
+        "rope_parameters": config.rope_type != "default" or config.rope.get("partial_rotary_factor", 1) != 1,
+    }
+    yield from (key for key, is_unusual in unusual.items() if is_unusual)
+
+
 # ---- GGUF ----
 # Describe the model in a GGUF file as a config.json would, and refuse what would be lost in a folder made from it.
 
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Families whose GGUF files are turned into folders and back; the names are those of `model_type` too."""
 PRE_TOKENIZERS = ("llama-bpe", "qwen2", "deepseek-r1-qwen", "smollm", "gpt-2", "default")
 """Rules by which text is split before byte pairs are merged, as GGUF names them, that a folder's tokenizer gets."""
-NO_GGUF = "the library gguf is not installed here; pip install -e '.[gguf]'"
 
 
 def check_gguf(path: Path) -> GgufHeader:
@@ -124,15 +139,20 @@ def check_gguf(path: Path) -> GgufHeader:
     for problem in _gguf_problems(header):
         raise ConfigError(f"{path}: {problem}")
     _config_of_gguf(header)  # for its error
-    found = importlib.util.find_spec("gguf")
-    if found is None or found.origin is None:  # a folder of that name, such as one with models, is no library
-        raise ConfigError(f"{path}: {NO_GGUF}")
+    require_gguf()
     return header
 
 
+def require_gguf() -> None:
+    """Raise ConfigError if the library gguf is not installed."""
+    found = importlib.util.find_spec("gguf")
+    if found is None or found.origin is None:  # a folder of that name, such as one with models, is no library
+        raise ConfigError("GGUF files need the library gguf, which is not installed here; pip install -e '.[gguf]'")
+
+
 def _gguf_problems(header: GgufHeader) -> Iterator[str]:
-    metadata, known = header.metadata, ", ".join(GGUF_ARCHITECTURES)
-    if header.architecture not in GGUF_ARCHITECTURES:
+    metadata, known = header.metadata, ", ".join(PLAIN_FAMILIES)
+    if header.architecture not in PLAIN_FAMILIES:
         yield f"general.architecture = {header.architecture!r}; GGUF files of {known} are read; give it as a folder"
     if header.of_model("expert_count"):
         yield f"{header.of_model('expert_count')} experts; dense models are read from GGUF files; give it as a folder"
