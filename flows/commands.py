@@ -143,24 +143,32 @@ def publish(
     is_private: Annotated[
         bool, typer.Option("--private/--public", help="Whether a repository that is made on the Hub is private.")
     ] = True,
+    gguf: Annotated[
+        Literal["f16", "q8_0"] | None,
+        typer.Option(help="Write a GGUF file beside it, for llama.cpp and Ollama, of 16 or 8 bits a weight."),
+    ] = None,
     root: Root = Path("runs"),
 ) -> None:
     """Write a model as a Hugging Face folder with a card: scores with intervals, data, licences, lineage, settings.
 
     klear publish rl --to ./published/my-model --licence apache-2.0
 
+    klear publish rl --to ./published/my-model --gguf q8_0
+
     klear publish rl --to my-name/my-model     (needs HF_TOKEN)
     """
     from flows.compare import publish as publish_model
 
-    publish_model(model, to, root=root, licence=licence, is_private=is_private)
+    publish_model(model, to, root=root, licence=licence, is_private=is_private, gguf=gguf)
 
 
 @evaluations.command(rich_help_panel=SCORE)
 def evaluate(  # noqa: PLR0913, PLR0917  one option each
     model: Annotated[
         str,
-        typer.Argument(help="A Hugging Face folder, owner/name or owner/name@revision on the Hub, or a stage: rl."),
+        typer.Argument(
+            help="A Hugging Face folder, a GGUF file, owner/name or owner/name@revision on the Hub, or a stage."
+        ),
     ],
     benchmarks: Annotated[
         list[str] | None,
@@ -254,7 +262,8 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            help="A stage (base, sft, rl: its newest model), an artifact, a model folder, or owner/name on the Hub."
+            help="A stage (base, sft, rl: its newest model), an artifact, a folder or GGUF file of any model, or "
+            "owner/name on the Hub."
         ),
     ],
     question: Annotated[

@@ -35,6 +35,7 @@ from klear_core.report.run.final_table import decision_lines
 from klear_core.report.several.compared_runs import read_run
 from klear_core.report.several.comparison import COMPARISON_PAGE, DifferenceCell, RunComparison, ScoreRow, compare_runs
 from klear_core.train.base_model import model_folder
+from klear_core.train.gguf_files import GgufDtype
 from tasks.mlflow_database import database_file
 from tasks.model_registry import Registry, Version, folder_of, open_registry
 from tasks.resources import learner_ranks
@@ -207,7 +208,7 @@ def _line(version: Version, champion: Version) -> Text:
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
-def publish(which: str, to: str, *, root: Path, licence: str, is_private: bool) -> None:
+def publish(which: str, to: str, *, root: Path, licence: str, is_private: bool, gguf: GgufDtype | None = None) -> None:
     """Write the model that `which` names to a folder; upload it if `to` is a name on the Hub."""
     repo = _hub_id(to)  # first, like the checks of token and folder: nothing has been read or written yet
     if repo:
@@ -230,6 +231,7 @@ def publish(which: str, to: str, *, root: Path, licence: str, is_private: bool) 
         folder,
         name=repo.partition("/")[2] or folder.name,
         licence=licence,
+        gguf=gguf,
     )
     for warning in published.warnings:
         console.print(f"[yellow]warning[/] {escape(warning)}")

@@ -8,11 +8,11 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -21,8 +21,8 @@ from rich.text import Text
 from flows.answers import newest_evaluation
 from flows.curate_files import shown_progress
 from flows.environment import StageSelection, profile_folder
-from flows.run import carry_out
-from flows.show import find_model
+from flows.run import carry_out, made
+from flows.show import FoundModel, find_model
 from klear_core.artifacts.hub import commit_of
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, download
@@ -55,6 +55,7 @@ from klear_core.pipeline.preflight.exposure import (
 )
 from klear_core.prompts import THINK_CLOSE
 from klear_core.scores import visible
+from klear_core.train.base_model import model_folder
 from klear_core.types import Completion
 
 _SECTIONS = ("benchmarks", "evaluate", "verify", "judge", "seed", "data_until")
@@ -123,7 +124,7 @@ def evaluation_config(asked: Asked, given: Mapping[str, Any], taken: Taken | Non
 
 
 def _tokens_of_window(given: Mapping[str, Any]) -> int | None:
-    """Return the window of a model's folder if it is less than the paper's budget, which no answer could have then."""
+    """Return the window of a model here if it is less than the paper's budget, which no answer could have then."""
     if given["kind"] == "hub":
         return None  # not known before it is downloaded
     window = read_hf_config(Path(given["path"])).window(given.get("max_position_embeddings"))
@@ -320,7 +321,7 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
     console = Console(highlight=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     found = find_model(which, root, errors)
-    folder = found.folder or _downloaded(cast("HubModelConfig", found.published), which, root)
+    folder = found.folder or _fetched(found, which, root)
     if engine == "auto":
         engine = "torch" if is_supported(folder) else "vllm"
     trained_on = None if found.artifact is None else questions_of_one_form(found.artifact)
@@ -421,6 +422,17 @@ def _show(console: Console, completions: list[Completion], stream: _Stream) -> N
         stream.end(completion.text)
         if completion.finish_reason == "length":
             print(f"cut off after {len(completion.token_ids)} tokens", file=sys.stderr)  # noqa: T201
+
+
+def _fetched(found: FoundModel, which: str, root: Path) -> Path:
+    """Return the folder of a model that is a GGUF file, or of the Hub; it is made once and then found again."""
+    if found.published is not None:
+        return _downloaded(found.published, which, root)
+    tree = {"name": "chat", "given": {"evaluate": found.as_given()}, "workspace": {"root": str(root)}}
+    config = validate(tree, origin="klear chat")
+    with redirect_stdout(sys.stderr):  # standard output is for answers
+        result, _ = made(config, StageSelection(only="model"))
+    return model_folder(result.refs["model"].path)
 
 
 def _downloaded(published: HubModelConfig, which: str, root: Path) -> Path:

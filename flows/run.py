@@ -37,18 +37,23 @@ if TYPE_CHECKING:
 
 def carry_out(config: PipelineConfig, selection: StageSelection) -> None:
     """Make the selected stages or reuse their artifacts, and print the result."""
+    result, num_made = made(config, selection)
+    show_result(config, result, num_made=num_made)
+
+
+def made(config: PipelineConfig, selection: StageSelection) -> tuple[PipelineResult, int]:
+    """Make the selected stages or reuse their artifacts; return the result and how many were made."""
     chosen, again = selection.of(stages_of(config))
     require_ready(config, chosen, again=again)  # the flow checks again, but only after seconds of imports
     set_moved_aside(config, chosen)
     reused = None if again else reuse_all(config, chosen)
     if reused is not None:
-        show_result(config, reused, num_made=0)
-        return
+        return reused, 0
     with prefect_run(config.workspace, needs_ray=runs_rl(config, chosen, again)) as console:
         from flows.pipeline import run_pipeline
 
         result = run_pipeline(config, selection)
-    show_result(config, result, num_made=console.num_made)
+    return result, console.num_made
 
 
 @contextmanager

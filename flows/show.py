@@ -27,6 +27,8 @@ from klear_core.artifacts.store import LocalStore
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HubModelConfig
 from klear_core.errors import ArtifactError, ConfigError, meant
+from klear_core.gguf_header import is_gguf
+from klear_core.hf_config import check_gguf
 from klear_core.pipeline.graph import stages_of
 from klear_core.scores import number, visible
 from klear_core.train.base_model import model_folder, pointed_folder, wanted_window
@@ -273,9 +275,7 @@ def _id_of(folder: Path) -> str:
 def _stands_for(folder: Path, path: Path, which: str) -> bool:
     """Return whether an artifact only points to the model in this folder, or was taken from this origin."""
     pointed = pointed_folder(folder)
-    if pointed is None:
-        return False
-    if path.is_dir() and pointed.resolve() == path.resolve():
+    if pointed is not None and path.is_dir() and pointed.resolve() == path.resolve():
         return True
     try:
         given = read_manifest(folder).given
@@ -310,9 +310,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
-    """A model that a word names: a folder, or a repository of the Hub."""
+    """A model that a word names: a folder, a GGUF file, or a repository of the Hub."""
 
     folder: Path | None = None
+    gguf: Path | None = None
     artifact: Path | None = None
     """The artifact of a workspace that holds the folder, or points to it."""
     published: HubModelConfig | None = None
@@ -326,6 +327,8 @@ class FoundModel:
         """Return the settings of a run that name the model."""
         if self.published is not None:
             return {"kind": "hub", "repo": self.published.repo, "revision": self.published.revision}
+        if self.gguf is not None:
+            return {"kind": "gguf", "path": str(self.gguf)}
         given = {"kind": "folder", "path": str(self.folder)}
         return given if self.window is None else given | {"max_position_embeddings": self.window}
 
@@ -333,9 +336,13 @@ class FoundModel:
 def find_model(which: str, root: Path, console: Console) -> FoundModel:
     """Return the model that a word names, in any form that a command prints: see `find_artifact`.
 
-    It may also be a folder of any model, or `owner/name` on the Hub. ArtifactError or ConfigError if it is none.
+    It may also be a folder of any model, a GGUF file, or `owner/name` on the Hub. ArtifactError or ConfigError if it is
+    none.
     """
     path = path_of(which)
+    if is_gguf(path) and not path.is_dir():
+        check_gguf(path)
+        return FoundModel(gguf=path.resolve())
     try:
         artifact = find_artifact(which, root).absolute()
     except ArtifactError as not_here:

@@ -1,10 +1,10 @@
-"""Read the folder of a Hugging Face model, without torch: its config.json, and its tokenizer's end tokens."""
+"""Read a model's folder or GGUF file, without torch: its config, and its tokenizer's end tokens."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import Tokenizer
 
 from klear_core.errors import ConfigError
+from klear_core.gguf_header import GgufHeader, read_gguf_header
 from klear_core.types import FinishReason
 
 
@@ -82,12 +83,14 @@ class HfConfig(BaseModel):
         return max(self.max_position_embeddings, wanted or 0)
 
 
-def read_hf_config(folder: Path) -> HfConfig:
-    """Read a folder's config.json.
+def read_hf_config(model: Path) -> HfConfig:
+    """Read the config.json of a model's folder, or what is the same in the header of a GGUF file.
 
     ConfigError if there is none, or if it is not that of a decoder with the keys of Qwen3, Llama and related models.
     """
-    path = folder / "config.json"
+    if model.is_file():
+        return _config_of_gguf(read_gguf_header(model))
+    path = model / "config.json"
     try:
         raw = json.loads(path.read_bytes())
     except OSError as e:
@@ -102,6 +105,99 @@ def read_hf_config(folder: Path) -> HfConfig:
         of_type = f" (model_type {raw.get('model_type')!r})" if isinstance(raw, dict) else ""
         wrong = "; ".join(_what_is_wrong(error) for error in e.errors())
         raise ConfigError(f"{path}: {wrong}{of_type}; Klear knows decoders with the keys of Qwen3 and Llama") from e
+
+
+PLAIN_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Families of decoders that our sampler runs and GGUF files are converted of, by `model_type`."""
+
+
+def unusual_keys(config: HfConfig) -> Iterator[str]:
+    """Yield the keys of a config.json with which a plain decoder would compute something else."""
+    unusual = {
+        "model_type": config.model_type not in PLAIN_FAMILIES,
+        "hidden_act": config.hidden_act != "silu",
+        "attention_bias": bool(config.attention_bias),
+        "mlp_bias": bool(config.mlp_bias),
+        "use_sliding_window": bool(config.use_sliding_window),
+        "layer_types": bool(set(config.layer_types or ()) - {"full_attention"}),
+        "rope_parameters": config.rope_type != "default" or config.rope.get("partial_rotary_factor", 1) != 1,
+    }
+    yield from (key for key, is_unusual in unusual.items() if is_unusual)
+
+
+# ---- GGUF ----
+# Describe the model in a GGUF file as a config.json would, and refuse what would be lost in a folder made from it.
+
+
+PRE_TOKENIZERS = ("llama-bpe", "qwen2", "deepseek-r1-qwen", "smollm", "gpt-2", "default")
+"""Rules by which text is split before byte pairs are merged, as GGUF names them, that a folder's tokenizer gets."""
+
+
+def check_gguf(path: Path) -> GgufHeader:
+    """Return the header of a GGUF file; ConfigError if no folder with the same model can be made from it here."""
+    header = read_gguf_header(path)
+    for problem in _gguf_problems(header):
+        raise ConfigError(f"{path}: {problem}")
+    _config_of_gguf(header)  # for its error
+    require_gguf()
+    return header
+
+
+def require_gguf() -> None:
+    """Raise ConfigError if the library gguf is not installed."""
+    found = importlib.util.find_spec("gguf")
+    if found is None or found.origin is None:  # a folder of that name, such as one with models, is no library
+        raise ConfigError("GGUF files need the library gguf, which is not installed here; pip install -e '.[gguf]'")
+
+
+def _gguf_problems(header: GgufHeader) -> Iterator[str]:
+    metadata, known = header.metadata, ", ".join(PLAIN_FAMILIES)
+    if header.architecture not in PLAIN_FAMILIES:
+        yield f"general.architecture = {header.architecture!r}; GGUF files of {known} are read; give it as a folder"
+    if header.of_model("expert_count"):
+        yield f"{header.of_model('expert_count')} experts; dense models are read from GGUF files; give it as a folder"
+    scaling = header.of_model("rope.scaling.type")
+    if "rope_freqs.weight" in header.tensors or scaling not in (None, "none"):
+        yield (
+            f"its positions are scaled (rope.scaling.type = {scaling!r} or rope_freqs), as in Llama 3.1 and 3.2, "
+            "which a GGUF file does not describe fully; give the model by its Hub id or as a folder"
+        )
+    if metadata.get("split.count", 1) > 1:
+        yield "a part of a model that is split over several files; join them with llama-gguf-split --merge"
+    tokenizer = metadata.get("tokenizer.ggml.model")
+    if tokenizer is None or "tokenizer.ggml.tokens" not in metadata:
+        yield "no tokenizer in it (tokenizer.ggml.tokens); convert the model again, with its tokenizer"
+    rule = metadata.get("tokenizer.ggml.pre", "default")
+    if tokenizer == "gpt2" and rule not in PRE_TOKENIZERS:
+        yield f"tokenizer.ggml.pre = {rule!r}; known are {', '.join(PRE_TOKENIZERS)}; give the model as a folder"
+    if not metadata.get("tokenizer.chat_template"):
+        yield "no chat template in it, which every stage needs; take the file of its chat model, or give it as a folder"
+
+
+def _config_of_gguf(header: GgufHeader) -> HfConfig:
+    vocab_size = header.of_model("vocab_size") or header.metadata.get("tokenizer.ggml.tokens")
+    raw = {
+        "model_type": header.architecture,
+        "vocab_size": vocab_size,
+        "hidden_size": header.of_model("embedding_length"),
+        "intermediate_size": header.of_model("feed_forward_length"),
+        "num_hidden_layers": header.of_model("block_count"),
+        "num_attention_heads": header.of_model("attention.head_count"),
+        "max_position_embeddings": header.of_model("context_length"),
+        "num_key_value_heads": header.of_model("attention.head_count_kv"),
+        "head_dim": header.of_model("attention.key_length") or header.of_model("rope.dimension_count"),
+        "rms_norm_eps": header.of_model("attention.layer_norm_rms_epsilon"),
+        "rope_theta": header.of_model("rope.freq_base"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+    try:
+        return HfConfig.model_validate({key: value for key, value in raw.items() if value is not None})
+    except ValidationError as e:
+        wrong = "; ".join(_what_is_wrong(error) for error in e.errors())
+        raise ConfigError(f"{header.path}: {wrong} (architecture {header.architecture!r})") from e
+
+
+# ---- checks ----
 
 
 def check_architecture(folder: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from klear_core.artifacts.hub import HubFile, HubFiles, Progress, fetch, published_files
 from klear_core.artifacts.manifest import Manifest
-from klear_core.config.train import HubModelConfig, PublishedModel
+from klear_core.config.train import GgufModelConfig, HubModelConfig, PublishedModel
 from klear_core.errors import ConfigError
-from klear_core.hf_config import check_architecture, check_model_type
+from klear_core.hf_config import check_architecture, check_gguf, check_model_type
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -41,7 +41,8 @@ def repo_of(model: HubModelConfig) -> HubFiles:
 
 
 def folder_of(model: PublishedModel) -> Path:
-    """Return the model's folder; for a model of the Hub, the one where its files are or will be."""
+    """Return the model's folder, or its GGUF file; for a model of the Hub, the folder where its files are or will
+    be."""
     return repo_of(model).folder if isinstance(model, HubModelConfig) else Path(model.path)
 
 
@@ -66,7 +67,7 @@ def _content_of(model: Manifest) -> set[tuple[str, str]]:
 
 
 def origin_of(model: PublishedModel) -> str:
-    """Return where a model comes from, for people: its folder, or `owner/name@0123456`."""
+    """Return where a model comes from, for people: its folder or file, or `owner/name@0123456`."""
     return f"{model.repo}@{model.revision[:7]}" if isinstance(model, HubModelConfig) else model.path
 
 
@@ -116,7 +117,9 @@ def check_model(model: PublishedModel) -> None:
 
     Of a model of the Hub that is not here, the names of its files and its config.json are fetched.
     """
-    if isinstance(model, HubModelConfig) and not is_here(model):
+    if isinstance(model, GgufModelConfig):
+        check_gguf(Path(model.path))
+    elif isinstance(model, HubModelConfig) and not is_here(model):
         repo = repo_of(model)
         _published(repo)  # for its errors: no such repository, or files missing in it
         fetch_small(repo)

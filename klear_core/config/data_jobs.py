@@ -27,6 +27,7 @@ from klear_core.config.train import (
     GivenFacts,
     GivenFiles,
     GivenFolder,
+    GivenGguf,
     GivenModel,
     GivenRepo,
     HubModelConfig,
@@ -288,7 +289,7 @@ class GivenModelJob(Job):
     runtime: GivenModel
 
     @classmethod
-    def of(cls, given: GivenFolder | GivenRepo) -> Self:
+    def of(cls, given: GivenFolder | GivenRepo | GivenGguf) -> Self:
         """Return the job that takes a given model."""
         return cls(max_position_embeddings=given.max_position_embeddings, runtime=given)
 
@@ -297,15 +298,15 @@ class GivenModelJob(Job):
         return self.runtime.as_model()
 
     def files(self) -> tuple[str, ...]:
-        """Return the model's folder if it is a local one."""
-        return (self.runtime.path,) if isinstance(self.runtime, GivenFolder) else ()
+        """Return the model's folder or GGUF file if it is a local one."""
+        return () if isinstance(self.runtime, GivenRepo) else (self.runtime.path,)
 
     def repos(self) -> tuple[HubUse, ...]:
         """Return the model's repository if it is from the Hub."""
         model = self.model()
         return (HubUse(repo=model.repo, revision=model.revision),) if isinstance(model, HubModelConfig) else ()
 
-    def given_facts(self) -> GivenFolder | GivenRepo:
+    def given_facts(self) -> GivenFolder | GivenRepo | GivenGguf:
         """Return what the user declared about the model."""
         return self.runtime
 

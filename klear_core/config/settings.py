@@ -21,6 +21,9 @@ class Settings(BaseModel):
     """Fields added since the last release, and the value of each with which a stage does what it did without the field.
     Hashes leave a field out at that value, so that an upgrade does not make finished stages again."""
 
+    places: ClassVar[Sequence[str]] = ()
+    """Fields that only say where a file is. Its content is an input of the stage, so hashes leave the place out."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -57,7 +60,8 @@ class RareYieldLimits(YieldLimits):
 
 
 def result_settings(cfg: Settings) -> dict[str, Any]:
-    """Return the settings that change the result as JSON values, without `runtime` and `as_before` at any depth."""
+    """Return the settings that change the result as JSON values, without `runtime`, `places` and `as_before` at any
+    depth."""
     kept = _without_unhashed(cfg, cfg.model_dump(mode="json"))
     assert isinstance(kept, dict), type(kept)
     return kept
@@ -75,10 +79,11 @@ def _without_unhashed(value: object, dumped: object) -> object:
         fields = {name: getattr(value, name) for name in dumped} if isinstance(value, Settings) else value
         assert isinstance(fields, Mapping), type(fields)
         unhashed = dict(value.as_before) if isinstance(value, Settings) else {}
+        places = {"runtime", *value.places} if isinstance(value, Settings) else {"runtime"}
         return {
             name: _without_unhashed(fields.get(name), inner)
             for name, inner in dumped.items()
-            if name != "runtime" and not (name in unhashed and unhashed[name] == inner)
+            if name not in places and not (name in unhashed and unhashed[name] == inner)
         }
     if isinstance(dumped, list):
         assert isinstance(value, Sequence | Set), type(value)

@@ -23,10 +23,11 @@ from klear_core.config.settings import Settings
 from klear_core.config.train import (
     GivenFacts,
     GivenFolder,
+    GivenGguf,
     GivenModel,
     GivenRepo,
-    HfModelConfig,
     HubModelConfig,
+    LocalModel,
     ModelConfig,
     SftConfig,
     TinyModelConfig,
@@ -202,8 +203,8 @@ class BaseJob(Job):
         return cls(seed=config.seed if is_random else 0, model=config.model)
 
     def files(self) -> tuple[str, ...]:
-        """Return the model folder if the model is from disk."""
-        return (self.model.path,) if isinstance(self.model, HfModelConfig) else ()
+        """Return the model's folder or GGUF file if the model is from disk."""
+        return (self.model.path,) if isinstance(self.model, LocalModel) else ()
 
     def repos(self) -> tuple[HubUse, ...]:
         """Return the model's repository if it is from the Hub."""
@@ -224,6 +225,8 @@ class SampledModelRuntime(Settings):
                 return "base"
             case GivenRepo(repo=repo, revision=revision):
                 return f"{repo}@{revision[:7]}"
+            case GivenGguf(path=path):
+                return PurePath(path).name
             case GivenFolder(path=path):
                 return "/".join(PurePath(path).parts[-2:])  # `model` alone would say little
             case _:

@@ -16,6 +16,7 @@ from klear_core.config.evaluate import (
 )
 from klear_core.config.settings import Settings, YieldLimits
 from klear_core.errors import ConfigError
+from klear_core.gguf_header import is_gguf
 
 
 class TinyModelConfig(Settings):
@@ -48,6 +49,15 @@ def _model_in(path: str) -> str:
 
 
 ModelPath = Annotated[str, AfterValidator(_model_in)]
+FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
+
+
+def _as_gguf(value: object) -> object:
+    """Return the settings of a model, as those of a GGUF file if their path ends as such a file's does."""
+    if not isinstance(value, Mapping) or value.get("kind") not in (None, "hf", "folder"):
+        return value
+    path = str(value.get("path", ""))
+    return {**value, "kind": "gguf"} if is_gguf(path) and not Path(path).expanduser().is_dir() else value
 
 
 class HfModelConfig(Settings):
@@ -74,9 +84,26 @@ class HubModelConfig(Settings):
     """The folder that keeps downloaded files, and the address that they come from."""
 
 
-PublishedModel = HfModelConfig | HubModelConfig
+class GgufModelConfig(Settings):
+    """A GGUF file, as Ollama and llama.cpp use it: dequantised once into a folder of this workspace (float32)."""
+
+    places = ("path",)
+
+    kind: Literal["gguf"] = "gguf"
+    path: FilePath = Field(min_length=1)
+    """The file, of a Llama, Qwen2 or Qwen3; relative to the working directory, `~` is the home folder."""
+    max_position_embeddings: int | None = Field(default=None, ge=16)
+    """New value for the model's config; None keeps it."""
+
+
+PublishedModel = HfModelConfig | HubModelConfig | GgufModelConfig
 """A model that exists."""
-ModelConfig = Annotated[TinyModelConfig | HfModelConfig | HubModelConfig, Field(discriminator="kind")]
+LocalModel = HfModelConfig | GgufModelConfig
+"""A model that is a folder or a file of this machine."""
+ModelConfig = Annotated[
+    Annotated[TinyModelConfig | HfModelConfig | HubModelConfig | GgufModelConfig, Field(discriminator="kind")],
+    BeforeValidator(_as_gguf),
+]
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -328,6 +355,20 @@ class GivenRepo(GivenModelFacts):
         )
 
 
+class GivenGguf(GivenModelFacts):
+    """A model in a GGUF file, dequantised once into a folder of this workspace (float32)."""
+
+    kind: Literal["gguf"] = "gguf"
+    path: FilePath = Field(min_length=1)
+    """The file, of a Llama, Qwen2 or Qwen3; relative to the working directory."""
+    max_position_embeddings: int | None = Field(default=None, ge=16)
+    """New value for the model's config; None keeps it."""
+
+    def as_model(self) -> PublishedModel:
+        """Return the settings of the model alone."""
+        return GgufModelConfig(path=self.path, max_position_embeddings=self.max_position_embeddings)
+
+
 def _with_kind(value: object, *, local: str) -> object:
     """Add the `kind` that the keys imply; a bare path means local files."""
     if isinstance(value, str):
@@ -338,10 +379,10 @@ def _with_kind(value: object, *, local: str) -> object:
 
 
 GivenModel = Annotated[
-    Annotated[GivenFolder | GivenRepo, Field(discriminator="kind")],
-    BeforeValidator(lambda value: _with_kind(value, local="folder")),
+    Annotated[GivenFolder | GivenRepo | GivenGguf, Field(discriminator="kind")],
+    BeforeValidator(lambda value: _as_gguf(_with_kind(value, local="folder"))),
 ]
-"""A model that exists, by folder or by Hub id; a bare path means a folder."""
+"""A model that exists, by folder, GGUF file or Hub id; a bare path means a folder or, by its ending, a GGUF file."""
 
 
 class GivenFiles(FileSource, GivenFacts):
@@ -413,7 +454,7 @@ class GivenConfig(Settings):
         named = {"curate": self.curate, "curate_rl": self.curate_rl, "distill": self.distill}
         return {name: rows for name, rows in named.items() if rows is not None}
 
-    def models(self) -> dict[str, GivenFolder | GivenRepo]:
+    def models(self) -> dict[str, GivenFolder | GivenRepo | GivenGguf]:
         """Return the given models by the name of the stage that they replace, in the pipeline's order."""
         # A model that is only scored replaces no stage: its stage is `model`, and the evaluation `evaluate_model`.
         named = {"sft": self.sft, "rl": self.rl, "rl_code": self.rl_code, "model": self.evaluate}

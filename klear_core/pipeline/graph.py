@@ -45,7 +45,15 @@ from klear_core.config.stage import (
     Stage,
     TagJob,
 )
-from klear_core.config.train import GivenFolder, GivenRepo, HubModelConfig, PublishedModel, TinyModelConfig
+from klear_core.config.train import (
+    GgufModelConfig,
+    GivenFolder,
+    GivenGguf,
+    GivenRepo,
+    HubModelConfig,
+    PublishedModel,
+    TinyModelConfig,
+)
 from klear_core.errors import ArtifactError, ConfigError, meant
 from klear_core.train.base_model import pointed_folder
 
@@ -89,7 +97,7 @@ def _with_given(config: PipelineConfig, stages: list[Stage]) -> list[Stage]:
     return list(with_inputs([*given.values(), benchmarks, *rows.values(), *others], needed))
 
 
-def _given_model(name: str, given: GivenFolder | GivenRepo) -> Stage:
+def _given_model(name: str, given: GivenFolder | GivenRepo | GivenGguf) -> Stage:
     labels = {"sft": "SFT", "rl": "RL", "rl_code": "RL (code)", "model": "Model"}
     section = "given.evaluate" if name == "model" else f"given.{name}"
     return _stage(name, GivenModelJob.of(given), {}, section=section, label=f"{labels[name]}, given")
@@ -357,7 +365,7 @@ def set_moved_aside(config: PipelineConfig, chosen: Collection[str] | None = Non
     """
     stages = stages_of(config)
     names = [stage.name for stage in stages if chosen is None or stage.name in chosen]
-    published = {stage.name: model for stage in with_inputs(stages, names) if (model := _published(stage)) is not None}
+    published = {stage.name: model for stage in with_inputs(stages, names) if (model := _pointed_to(stage)) is not None}
     if not published:
         return
     try:
@@ -373,14 +381,16 @@ def set_moved_aside(config: PipelineConfig, chosen: Collection[str] | None = Non
             store.set_aside(own.kind, own.fingerprint, why="moved")
 
 
-def _published(stage: Stage) -> PublishedModel | None:
+def _pointed_to(stage: Stage) -> PublishedModel | None:
+    """Return the model that the stage's artifact points to; None if the artifact holds its files, or no model."""
     match stage.job:
         case GivenModelJob() as job:
-            return job.model()
-        case BaseJob(model=model) if not isinstance(model, TinyModelConfig):
-            return model
+            model = job.model()
+        case BaseJob(model=base) if not isinstance(base, TinyModelConfig):
+            model = base
         case _:
             return None
+    return None if isinstance(model, GgufModelConfig) else model
 
 
 # ---- workspace ----

@@ -13,10 +13,13 @@ from klear_core.artifacts.model_files import CARD, check_folder
 from klear_core.config.load import profile_toml
 from klear_core.errors import ConfigError
 from klear_core.evaluate.counts import AnswerCounts, CountsBy, count_stored
+from klear_core.gguf_header import SUFFIX
+from klear_core.hf_config import require_gguf
 from klear_core.report.run.lineage import Ancestor, DataSource, ancestors, data_sources, own_licence, run_config
 from klear_core.report.run.scores_view import decoding_text
 from klear_core.report.run.warnings import chosen_on
 from klear_core.scores import NBSP, NONE, DecodingProfile, interval_text, number, percent, read_reports
+from klear_core.train.gguf_files import GgufDtype, check_writable, write_gguf
 
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER = "adapter"
@@ -42,16 +45,21 @@ def write_model(
     name: str,
     licence: str = "",
     warnings: Sequence[str] = (),
+    gguf: GgufDtype | None = None,
 ) -> Published:
     """Write the model of an artifact, whose Hugging Face folder is `model`, with its card to a new `folder`.
 
-    `evaluation` is the artifact of its scores. The folder appears when it is whole. Raise ConfigError if it exists, if
-    a part of the model is missing, or if the chat template or the end token does not hold.
+    `evaluation` is the artifact of its scores; `gguf` asks for a GGUF file of this type, too. The folder appears when
+    it is whole. Raise ConfigError if it exists, if a part of the model is missing, or if the chat template or the end
+    token does not hold.
     """
     if not folder.name:
         raise ConfigError(f"--to {folder}: has no name of its own; name a new folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--to {folder}: exists and is not empty")
+    if gguf is not None:
+        require_gguf()
+        check_writable(model)
     lineage = ancestors(artifact)
     counts, decoding = _read_scores(evaluation)
     notes = [*warnings] if evaluation else [*warnings, "no evaluation of this model is known"]
@@ -67,9 +75,13 @@ def write_model(
         shutil.copytree(artifact / ADAPTER, temporary / ADAPTER)
     _write_generation_config(model, temporary, decoding)
     has_profile = _write_evidence(lineage, artifact, temporary)
+    licence = licence or own_licence(lineage)
+    gguf_file = f"{name}-{gguf.upper()}{SUFFIX}" if gguf else ""
+    if gguf is not None:
+        write_gguf(temporary, temporary / gguf_file, gguf, name=name, licence=licence)
     facts = CardFacts(
         name=name,
-        licence=licence or own_licence(lineage),
+        licence=licence,
         lineage=lineage,
         sources=data_sources(lineage),
         counts=counts,
@@ -77,6 +89,7 @@ def write_model(
         warnings=notes,
         has_adapter=(temporary / ADAPTER).is_dir(),
         has_profile=has_profile,
+        gguf_file=gguf_file,
     )
     (temporary / CARD).write_text(model_card(facts), encoding="utf-8")
     # The written folder is checked, because that is what others load.
@@ -175,6 +188,8 @@ class CardFacts:
     warnings: Sequence[str]
     has_adapter: bool
     has_profile: bool
+    gguf_file: str
+    """Name of its GGUF file; empty if there is none."""
 
 
 def model_card(facts: CardFacts) -> str:
@@ -302,8 +317,14 @@ def _usage(facts: CardFacts) -> str:
             "`generation_config.json` has the sampling of the scores above. There is no system prompt."
             if facts.counts
             else "There is no system prompt.",
+            *([_GGUF_USAGE.format(file=facts.gguf_file)] if facts.gguf_file else []),
         ]
     )
+
+
+_GGUF_USAGE = """
+`{file}` is the same model for llama.cpp (`llama-cli -m {file}`) and, by a Modelfile with the line `FROM ./{file}`, for
+Ollama."""
 
 
 def _ledger(lineage: Sequence[Ancestor]) -> str:

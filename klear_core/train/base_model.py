@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from klear_core.artifacts.files import hash_all
+from klear_core.artifacts.files import hash_all, sha256_of
 from klear_core.artifacts.hub import check_content
 from klear_core.artifacts.manifest import POINTER, FileRecord, GivenRecord, StageSummary
 from klear_core.artifacts.model_files import check_folder, download, licence_in, origin_of, repo_of, weight_files
-from klear_core.config.train import HubModelConfig, ModelConfig, PublishedModel, TinyModelConfig
+from klear_core.config.train import GgufModelConfig, HubModelConfig, ModelConfig, PublishedModel, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
-from klear_core.hf_config import read_hf_config
+from klear_core.hf_config import check_gguf, read_hf_config
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from klear_core.prompts import Tokenizer
+
+
+_LOSS = "its weights differ a little from those that were published before they were quantised"
 
 
 def prepare_base(cfg: ModelConfig, *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
@@ -37,9 +40,13 @@ def prepare_base(cfg: ModelConfig, *, seed: int, workdir: Path, telemetry: Telem
 def take_model(cfg: PublishedModel, *, licence: str, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Write `workdir/model.json`, a pointer to a model that exists; download it first if it is from the Hub.
 
+    A GGUF file is dequantised into `workdir/model`.
+
     The summary records where it is from, its licence (that of its card unless given) and a checksum of each of its
     files.
     """
+    if isinstance(cfg, GgufModelConfig):
+        return _take_gguf(cfg, licence=licence, workdir=workdir, telemetry=telemetry)
     if isinstance(cfg, HubModelConfig):
         folder = download(cfg, partial(_show_download, telemetry)).resolve()
         names = check_folder(folder)
@@ -54,6 +61,30 @@ def take_model(cfg: PublishedModel, *, licence: str, workdir: Path, telemetry: T
         origin=origin_of(cfg), licence=licence or licence_in(folder) or "not stated", files=tuple(files)
     )
     return summary.model_copy(update={"given": given})
+
+
+def _take_gguf(cfg: GgufModelConfig, *, licence: str, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Write the model of a GGUF file to `workdir/model`; a folder that is whole, of a killed run, stays."""
+    from klear_core.train.gguf_files import quantisations, write_folder
+
+    file, folder = Path(cfg.path).resolve(), workdir / "model"
+    header = check_gguf(file)
+    telemetry.progress(0, 1, f"{file.name} dequantised")
+    if not folder.is_dir():
+        temporary = folder.with_name("model.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_folder(file, temporary, window=cfg.max_position_embeddings)
+        check_folder(temporary)
+        temporary.rename(folder)
+    tokenizer = _checked_tokenizer(folder)
+    telemetry.progress(1, 1, f"{file.name} dequantised")
+    record = FileRecord(path=file.name, size=file.stat().st_size, sha256=sha256_of(file))
+    licence = licence or str(header.metadata.get("general.license", "")) or "not stated"
+    return StageSummary(
+        counts={"parameters": header.num_params},
+        notes=(f"dequantised from {file.name} ({quantisations(header)}): {_LOSS}", *_end_notes(folder, tokenizer)),
+        given=GivenRecord(origin=origin_of(cfg), licence=licence, files=(record,)),
+    )
 
 
 def _show_download(telemetry: Telemetry, done: int, total: int) -> None:
@@ -165,10 +196,10 @@ def _reset_weights(model: nn.Module, cfg: TinyModelConfig, seed: int) -> None:
             p.normal_(0.0, std, generator=generator)
 
 
-def _point_to(folder: Path, max_position_embeddings: int | None, workdir: Path) -> StageSummary:
+def _checked_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a model; ConfigError if its template or its size does not fit."""
     from klear_core.prompts import check_template, load_tokenizer
 
-    weights = _weight_sizes(folder)
     tokenizer = load_tokenizer(folder)
     try:
         check_template(tokenizer)
@@ -178,6 +209,11 @@ def _point_to(folder: Path, max_position_embeddings: int | None, workdir: Path) 
     vocab_size = read_hf_config(folder).vocab_size
     if vocab_size < len(tokenizer):
         raise ConfigError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {vocab_size}")
+    return tokenizer
+
+
+def _point_to(folder: Path, max_position_embeddings: int | None, workdir: Path) -> StageSummary:
+    weights, tokenizer = _weight_sizes(folder), _checked_tokenizer(folder)
     temporary = workdir / (POINTER + ".tmp")
     # Written under another name and renamed, so that a killed run leaves no half-written pointer.
     pointed = {"path": str(folder), "max_position_embeddings": max_position_embeddings, "weights": weights}

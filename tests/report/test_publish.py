@@ -6,18 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from gguf_models import write_model as write_model_of
 from hub_upload_server import upload_hub
-from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, published_report, said, sample
+from safetensors.torch import load_file
+from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, made_model, published_report, said, sample
 
 from klear_core.artifacts.hub import upload
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import load_profile, profile_toml, validate
 from klear_core.config.settings import config_digest
-from klear_core.config.train import TinyModelConfig
+from klear_core.config.train import GgufModelConfig, TinyModelConfig
 from klear_core.errors import ConfigError
+from klear_core.hf_config import check_gguf
 from klear_core.metrics import NullTelemetry
 from klear_core.report.publish import check_published, write_model
-from klear_core.train.base_model import prepare_base
+from klear_core.train.base_model import prepare_base, take_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
@@ -60,6 +64,31 @@ def test_a_published_folder_is_whole_and_says_where_it_is_from(artifact: tuple[P
     stated = json.loads((out / "generation_config.json").read_text())
     assert (stated["temperature"], stated["top_p"], stated["do_sample"]) == (0.6, 0.95, True)
     assert config_digest(load_profile(out / "profile")) == config_digest(load_profile(CONFIGS / "smoke"))
+
+
+def test_a_gguf_file_lies_beside_the_model_with_the_same_weights_and_the_card_names_it(tmp_path: Path) -> None:
+    write_model_of("llama", tmp_path / "files" / "model")
+    artifact = made_model(tmp_path, files=tmp_path / "files").path
+    published = write_model(
+        artifact, artifact / "model", None, tmp_path / "mine", name="mine", licence="mit", gguf="f16"
+    )
+    header = check_gguf(published.folder / "mine-F16.gguf")
+    assert (header.architecture, header.metadata["general.license"]) == ("llama", "mit")
+    assert "`mine-F16.gguf` is the same model for llama.cpp" in (published.folder / "README.md").read_text()
+    (tmp_path / "taken").mkdir()
+    taken = GgufModelConfig(path=str(header.path))
+    take_model(taken, licence="", workdir=tmp_path / "taken", telemetry=NullTelemetry())
+    before, after = (load_file(folder / "model.safetensors") for folder in (published.folder, tmp_path / "taken/model"))
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_model_that_no_gguf_file_can_hold_is_refused_before_anything_is_written(
+    artifact: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, _ = artifact
+    with pytest.raises(ConfigError, match="only byte-level BPE with merges is written as GGUF"):
+        write_model(model, model / "model", None, tmp_path / "out", name="mine", gguf="q8_0")
+    assert list(tmp_path.glob("out*")) == []
 
 
 def test_without_an_evaluation_the_card_has_no_scores_and_says_so(artifact: tuple[Path, Path], tmp_path: Path) -> None:

@@ -5,12 +5,11 @@ This is a file of its own because checks before a run need it without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.errors import ConfigError
-from klear_core.hf_config import HfConfig, read_hf_config
+from klear_core.hf_config import HfConfig, read_hf_config, unusual_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +22,7 @@ class Family:
 
 
 FAMILIES = {"llama": Family(), "qwen2": Family(has_qkv_bias=True), "qwen3": Family(has_qk_norm=True)}
-"""Families that the torch engine runs, by the `model_type` of config.json."""
+"""Families that the torch engine runs, by the `model_type` of config.json: those of `PLAIN_FAMILIES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ def read_shape(folder: Path, *, window: int | None = None) -> DecoderShape:
     `window` raises the positions of `config.json`.
     """
     path, config = folder / "config.json", read_hf_config(folder)
-    for key in _unsupported_keys(config):
+    for key in unusual_keys(config):
         raise ConfigError(
             f"{path}: {key} = {getattr(config, key)!r}: the torch engine runs plain {', '.join(FAMILIES)} models only; "
             'set engine.kind = "vllm"'
@@ -75,21 +74,7 @@ def read_shape(folder: Path, *, window: int | None = None) -> DecoderShape:
 
 def is_supported(folder: Path) -> bool:
     """Return whether the torch engine runs the model in a folder; vLLM runs the others, too."""
-    return not any(_unsupported_keys(read_hf_config(folder)))
-
-
-def _unsupported_keys(config: HfConfig) -> Iterator[str]:
-    """Yield the keys of `config.json` with which the torch engine would compute something else."""
-    unsupported = {
-        "model_type": config.model_type not in FAMILIES,
-        "hidden_act": config.hidden_act != "silu",
-        "attention_bias": bool(config.attention_bias),
-        "mlp_bias": bool(config.mlp_bias),
-        "use_sliding_window": bool(config.use_sliding_window),
-        "layer_types": bool(set(config.layer_types or ()) - {"full_attention"}),
-        "rope_parameters": config.rope_type != "default" or config.rope.get("partial_rotary_factor", 1) != 1,
-    }
-    yield from (key for key, is_unsupported in unsupported.items() if is_unsupported)
+    return not any(unusual_keys(read_hf_config(folder)))
 
 
 def _head_dim(path: Path, config: HfConfig) -> int:

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from klear_core.artifacts.model_files import folder_of
 from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig
-from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, TinyModelConfig
+from klear_core.config.train import GgufModelConfig, HfModelConfig, HubModelConfig, ModelConfig, TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.hf_config import HfConfig, read_hf_config
 
@@ -79,7 +79,7 @@ def model_size(model: ModelConfig) -> ModelSize | None:
                 is_tied=True,
                 is_fused=True,
             )
-        case HfModelConfig() | HubModelConfig():
+        case HfModelConfig() | HubModelConfig() | GgufModelConfig():
             try:
                 return size_of_hf(read_hf_config(folder_of(model)))
             except ConfigError:

@@ -30,7 +30,7 @@ from klear_core.config.data_jobs import GivenModelJob
 from klear_core.config.evaluate import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.stage import BaseJob, EngineUse, RlJob, SftJob, Stage
-from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, SftConfig, TinyModelConfig
+from klear_core.config.train import HubModelConfig, LocalModel, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.pipeline.costs.model_size import ModelSize, planned_size
@@ -45,7 +45,7 @@ def model_problems(work: PendingWork) -> Iterator[str]:
     """Find models that are not there or not whole."""
     # Also the model of a base stage that is reused: its artifact only points to the folder.
     for _, job in work.needs(BaseJob):
-        if isinstance(job.model, HfModelConfig):
+        if isinstance(job.model, LocalModel):
             yield from error_messages(f"model.path = {job.model.path!r}", check_model, job.model)
         elif isinstance(job.model, HubModelConfig):
             yield from error_messages("model", check_model, job.model)
