@@ -149,7 +149,7 @@ def rejudge_answers(
     source = find_answers(which, root, layout)
     verify = _judge_settings(source, overrides)
     if _is_foreign(source) or num_samples is not None:
-        checked = check_answers(source, num_samples=num_samples, judges={judge.name for judge in verify.judges})
+        checked = check_answers(source, num_samples=num_samples, judges={judge.name for judge in verify.all_judges})
         _show_notes(checked)
     if source.verify is not None and config_digest(source.verify) == config_digest(verify):
         same = (

@@ -185,10 +185,12 @@ def _benchmark(name: str, named: Mapping[str, dict[str, Any]]) -> dict[str, Any]
     known, _, copy = name.partition("=")
     if known in KNOWN_BENCHMARKS:
         return {"known": known, "source": copy} if copy else _on_hub(known)
+    if known.startswith("reasoning_gym/"):
+        return {"known": known}
     names = ", ".join({**named, **KNOWN_BENCHMARKS})
     raise ConfigError(
         f"--benchmarks {name}: no such file, and no benchmark of that name; names: {names}; "
-        "NAME=FILE reads one of these from a local copy"
+        "NAME=FILE reads one of these from a local copy, reasoning_gym/TASK generates one"
     )
 
 

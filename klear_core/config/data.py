@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import date
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -90,7 +90,48 @@ class PuzzleSource(Settings):
     """Split to draw from, decided by a hash of a problem's text as for chains."""
 
 
-GeneratedSource = ProceduralSource | PuzzleSource
+REASONING_GYM: Final = "0.1.25"
+"""Version of reasoning-gym that the extra `gym` pins: another one may make other problems from the same seed."""
+GymValue = bool | int | float | str
+"""A value of a task's configuration."""
+
+
+class GymSource(Settings):
+    """Problems of one task of reasoning-gym, which generates them from a seed; needs the extra `gym`.
+
+    Its own scorer judges the answers; no rows are downloaded.
+    """
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    task: str = Field(pattern=r"^[a-z0-9_]+$")
+    """Name of the task, such as `chain_sum`; docs/data/reasoning_gym.md lists them."""
+    name: str = Field(min_length=1)
+    """Name under which the problems are counted, by default the task's; it also enters their random seed."""
+    levels: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Levels of the task's curriculum, mixed evenly; the level over the highest one is the difficulty. Empty: the
+    task's default configuration, and no difficulty."""
+    config: dict[str, GymValue | tuple[GymValue, ...]] = {}
+    """Settings of the task's configuration (`max_terms = 3`), over those of the level."""
+    num_problems: int = Field(ge=1)
+    """Problems that differ in more than their words and names, spread evenly over the levels."""
+    split: Literal["train", "heldout"] = "train"
+    """Split to draw from. A hash of the task, its numbers and the answer decides a problem's split (its text without
+    names, where the numbers do not tell problems apart), so the two never share a problem in other words."""
+    judge: Literal["own", "math"] = "own"
+    """`own`: the task's scorer, which may give part of the score; `math`: the math judge, for tasks with one answer
+    that it reads, which docs/data/reasoning_gym.md names."""
+    instruction: str = "Put your final answer within \\boxed{}."
+    """Appended to each question; empty appends nothing."""
+    version: Literal["0.1.25"] = REASONING_GYM
+    """Version of reasoning-gym, which is in the fingerprint."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_task(cls, given: object) -> object:
+        return {"name": given["task"], **given} if isinstance(given, dict) and "task" in given else given
+
+
+GeneratedSource = ProceduralSource | PuzzleSource | GymSource
 """Sources without files."""
 
 
@@ -225,7 +266,7 @@ def _path_as_source(value: object) -> object:
 
 
 Source = Annotated[
-    Annotated[ProceduralSource | PuzzleSource | FileSource | HubSource, Field(discriminator="kind")],
+    Annotated[ProceduralSource | PuzzleSource | GymSource | FileSource | HubSource, Field(discriminator="kind")],
     BeforeValidator(_path_as_source),
 ]
 """A source of prompts; a bare path means files whose row format is detected from their first row."""

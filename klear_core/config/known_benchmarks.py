@@ -242,6 +242,10 @@ KNOWN_BENCHMARKS: Mapping[str, KnownBenchmark] = {
 }
 
 
+_NUM_GYM_PROBLEMS = 200
+"""Problems of a benchmark that names a task of reasoning-gym, unless it has a source of its own."""
+
+
 def with_known_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a benchmark that names a known one, with the facts that they leave out.
 
@@ -249,8 +253,12 @@ def with_known_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     filled = dict(settings)
     name = filled["known"]
+    of_gym, _, task = name.partition("/")
+    if of_gym == "reasoning_gym" and task:
+        source = {"kind": "reasoning_gym", "task": task, "split": "heldout", "num_problems": _NUM_GYM_PROBLEMS}
+        return {"name": task, "source": source} | filled
     if name not in KNOWN_BENCHMARKS:
-        raise ValueError(f"no known benchmark {name!r}; known are {', '.join(KNOWN_BENCHMARKS)}")
+        raise ValueError(f"no known benchmark {name!r}; known are {', '.join(KNOWN_BENCHMARKS)}, reasoning_gym/TASK")
     known = KNOWN_BENCHMARKS[name]
     filled.setdefault("name", name)
     filled.setdefault("expected_rows", known.rows)

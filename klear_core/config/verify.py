@@ -311,6 +311,10 @@ class CustomJudge(UserFunction):
         return f"verify.judges, name = {self.name!r}, function = {self.function!r}"
 
 
+GYM_JUDGE = CustomJudge(name="reasoning_gym", function="klear_core.verify.gym:score", timeout_s=20.0, memory_mb=4096)
+"""The judge of reasoning-gym's problems, which is always there."""
+
+
 class VerifyRuntime(Settings):
     """Processes for judging, on each node that judges; changes no verdict.
 
@@ -357,10 +361,17 @@ class VerifyConfig(Settings):
     @model_validator(mode="after")
     def _judges_have_different_names(self) -> VerifyConfig:
         names = [judge.name for judge in self.judges]
+        if GYM_JUDGE.name in names:
+            raise ValueError(f"judges: {GYM_JUDGE.name!r} is the judge of reasoning-gym's problems; take another name")
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"judges: two have the name {name!r}, by which references choose one")
         return self
+
+    @property
+    def all_judges(self) -> tuple[CustomJudge, ...]:
+        """Return the judges that references can name: the user's own, and that of reasoning-gym's problems."""
+        return (*self.judges, GYM_JUDGE)
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's judges. Raise ConfigError if one is missing or no valid Python."""

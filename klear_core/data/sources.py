@@ -13,7 +13,15 @@ from klear_core.artifacts.files import fixed_part, hash_all
 from klear_core.artifacts.hub import fetch
 from klear_core.artifacts.manifest import FileRecord, GivenRecord
 from klear_core.artifacts.model_files import CARD, licence_in
-from klear_core.config.data import FileSource, GeneratedSource, HubSource, ProceduralSource, PuzzleSource, Source
+from klear_core.config.data import (
+    FileSource,
+    GeneratedSource,
+    GymSource,
+    HubSource,
+    ProceduralSource,
+    PuzzleSource,
+    Source,
+)
 from klear_core.data.candidates import Candidate
 from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin, repo_of
 from klear_core.data.formats.code_rows import QuestionTables
@@ -44,7 +52,7 @@ def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
     Raise ConfigError or DataError if the source itself cannot be read.
     """
     match source:
-        case ProceduralSource() | PuzzleSource():
+        case ProceduralSource() | PuzzleSource() | GymSource():
             yield from generate(source, seed=seed)
         case FileSource() | HubSource():
             yield from _parse_rows(
@@ -138,7 +146,7 @@ def check_source(source: Source) -> None:
     Of a Hub source that is not in the cache only the names of its files are checked.
     """
     match source:
-        case ProceduralSource() | PuzzleSource():
+        case ProceduralSource() | PuzzleSource() | GymSource():
             check_generated(source)
         case FileSource() | HubSource():
             files = check_files(source)
@@ -175,7 +183,7 @@ def is_without_references(source: Source) -> bool:
 def domains_of(source: Source) -> frozenset[Domain]:
     """Return the domains that occur in the first rows of a source; none for a Hub source not yet downloaded."""
     match source:
-        case ProceduralSource() | PuzzleSource():
+        case ProceduralSource() | PuzzleSource() | GymSource():
             return frozenset({domain_of_generated(source)})
         case FileSource() | HubSource():
             if not files_here(source):

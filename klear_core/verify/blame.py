@@ -107,9 +107,14 @@ def digest_of(trial: CodeTask) -> bytes:
 
 
 def probes_of(task: UserTask) -> list[UserTask]:
-    """Return calls of a user's judge on answers of ours: a plain number, and the value of the reference itself."""
+    """Return calls of a judge on answers of ours: a plain number, and the reference's own answer.
+
+    The reference's answer is its value, or the text at `answer` where the value is a table with one.
+    """
     assert isinstance(task.answer, AnswerToJudge)
     value = task.answer.reference
+    if isinstance(value, dict) and isinstance(value.get("answer"), str):
+        value = value["answer"]
     probes: list[UserTask] = []
     for box in (TRIAL_ANSWER, value if isinstance(value, str) else json.dumps(value)):
         text = f"\\boxed{{{box}}}"

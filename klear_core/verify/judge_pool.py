@@ -73,7 +73,7 @@ class JudgePool:
         functions.
         """
         self.cfg = cfg
-        self._judges = {judge.name: (judge, source_digest(judge.module)) for judge in cfg.judges}
+        self._judges = {judge.name: (judge, source_digest(judge.module)) for judge in cfg.all_judges}
         self.health = JudgeHealth(max_failed_frac=cfg.max_failed_frac, min_failed_count=cfg.min_failed_count)
         # The user's modules are in the working directory of this machine, which other nodes need not have.
         self._local = JudgeClient(cfg)

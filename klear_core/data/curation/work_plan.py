@@ -14,7 +14,15 @@ from pathlib import Path
 
 from klear_core.artifacts.files import is_pattern, matching_files
 from klear_core.config.curate import CurateConfig
-from klear_core.config.data import FileSource, GeneratedSource, HubSource, ProceduralSource, PuzzleSource, Source
+from klear_core.config.data import (
+    FileSource,
+    GeneratedSource,
+    GymSource,
+    HubSource,
+    ProceduralSource,
+    PuzzleSource,
+    Source,
+)
 from klear_core.config.settings import result_settings
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.decontaminate import Protected
@@ -267,7 +275,11 @@ def _piece_bytes(piece: Piece) -> int:
 def _size(source: Source, files: Sequence[DataFile]) -> int:
     """Return the size of a source's rows in memory, roughly."""
     match source:
-        case ProceduralSource(num_problems=num_problems) | PuzzleSource(num_problems=num_problems):
+        case (
+            ProceduralSource(num_problems=num_problems)
+            | PuzzleSource(num_problems=num_problems)
+            | GymSource(num_problems=num_problems)
+        ):
             return _PROCEDURAL_ROW_BYTES * num_problems
         case FileSource() | HubSource():
             return sum(_unpacked_size(file.path) for file in files)

@@ -12,7 +12,7 @@ from operator import add, ge, gt, itemgetter, le, lt, mul
 from random import Random
 from typing import assert_never
 
-from klear_core.config.data import GeneratedSource, ProceduralSource, PuzzleFamily, PuzzleSource
+from klear_core.config.data import GeneratedSource, GymSource, ProceduralSource, PuzzleFamily, PuzzleSource
 from klear_core.data.candidates import Candidate
 from klear_core.data.generated.chains import (
     Share,
@@ -21,6 +21,7 @@ from klear_core.data.generated.chains import (
     problems_by_level,
     questions_in_turn,
 )
+from klear_core.data.generated.gym import check_gym, generate_gym
 from klear_core.errors import ConfigError, DataError
 from klear_core.seeding import seed_for
 from klear_core.types import CallCase, CallTests, CodeReference, Domain, MathReference, Reference, domain_of
@@ -431,6 +432,8 @@ def generate(source: GeneratedSource, *, seed: int) -> Iterator[Candidate]:
             return generate_chains(source, seed=seed)
         case PuzzleSource():
             return generate_puzzles(source, seed=seed)
+        case GymSource():
+            return generate_gym(source, seed=seed)
         case _:
             assert_never(source)
 
@@ -442,6 +445,8 @@ def check_generated(source: GeneratedSource) -> None:
             check_procedural(source)
         case PuzzleSource():
             check_puzzles(source)
+        case GymSource():
+            check_gym(source)
         case _:
             assert_never(source)
 
@@ -453,5 +458,7 @@ def domain_of_generated(source: GeneratedSource) -> Domain:
             return Domain.MATH
         case PuzzleSource(family=family):
             return puzzle_domain(family)
+        case GymSource():
+            return Domain.MATH
         case _:
             assert_never(source)

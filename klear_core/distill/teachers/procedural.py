@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import add, mul, sub
 from random import Random
 
 from klear_core.config.distill import ProceduralTeacherConfig, PuzzleTeacherConfig
@@ -92,6 +94,9 @@ _BLIND_DIGITS = (7, 8, 9)
 """Residues: sums beyond the modulus with this last digit."""
 _BLIND_SIGNS = {"at least": (">=", ">"), "at most": ("<=", "<")}
 """Programs: phrases whose comparison is written without the equal sign."""
+_OPERATORS = {"+": add, "-": sub, "*": mul}
+_SUM = re.compile(r"(?<![\w.()/^+*-])(?<![/^+*-] )-?\d+(?: [-+*] -?\d+)+(?![.,]?\d)(?! ?[-+*/^()])")
+"""Sums: whole numbers joined by + - *, as reasoning-gym writes them (`What is 36 + 19 - 4 * 3?`); no brackets, no /."""
 _MAX_TRIES = 30
 """Residues: number of tries after which a search ends without an answer. The longest right one takes 12."""
 
@@ -155,7 +160,7 @@ class _Errors:
 
 
 def _solve(question: str, errors: _Errors) -> TeacherReply | None:
-    """Return the reply to a puzzle or a chain; None for other questions."""
+    """Return the reply to a puzzle, a chain or a sum; None for other questions."""
     if (text := parse_brackets(question)) is not None:
         return _reply(*_solve_brackets(text, errors))
     if (residues := parse_residues(question)) is not None:
@@ -165,7 +170,8 @@ def _solve(question: str, errors: _Errors) -> TeacherReply | None:
     try:
         chain = parse_chain(question)
     except DataError:
-        return None
+        sums = _SUM.findall(question)
+        return _reply(*_solve_sum(sums[0].split(), errors)) if len(sums) == 1 else None
     return _reply(*_solve_chain(chain, errors))
 
 
@@ -198,6 +204,20 @@ def _solve_chain(chain: ChainProblem, errors: _Errors) -> tuple[list[str], str]:
         lines.append(f"{value}{step.operator}{step.operand}={result}")
         value = result
     return lines, f"\\boxed{{{value}}}"
+
+
+def _solve_sum(terms: list[str], errors: _Errors) -> tuple[list[str], str]:
+    """Return one line for each operation, products first, and the box; a slip is up to nine off."""
+    lines: list[str] = []
+    while len(terms) > 1:
+        at = terms.index("*") if "*" in terms else 1
+        left, operator, right = terms[at - 1 : at + 2]
+        value = _OPERATORS[operator](int(left), int(right))
+        if errors.slips():
+            value += errors.rng.choice([-1, 1]) * errors.rng.randint(1, 9)
+        lines.append(f"{left} {operator} {right} = {value}")
+        terms[at - 1 : at + 2] = [str(value)]
+    return lines, f"\\boxed{{{terms[0]}}}"
 
 
 def _solve_residues(puzzle: Residues, errors: _Errors) -> tuple[list[str], str]:

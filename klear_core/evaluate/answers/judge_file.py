@@ -90,7 +90,7 @@ def judge_file(
     if not path.is_file():
         raise DataError(f"{path}: {'a folder' if path.is_dir() else 'no such file'}; `klear judge` takes one file")
     user_code.check_judges(cfg.judges)
-    reader = _Reader(path, {judge.name for judge in cfg.judges})
+    reader = _Reader(path, {judge.name for judge in cfg.all_judges})
     # Verdicts alone are kept until the end; responses and tests are dropped when they are judged.
     verdicts: list[tuple[str, Verdict]] = []
     with build_judge_pool(cfg) as pool:

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import assert_never
 
 from klear_core.config.curate import CurateConfig, TagConfig
-from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, PuzzleSource, Source
+from klear_core.config.data import (
+    BenchmarkConfig,
+    FileSource,
+    GymSource,
+    HubSource,
+    ProceduralSource,
+    PuzzleSource,
+    Source,
+)
 from klear_core.config.data_jobs import CurateJob
 from klear_core.config.distill import DistillConfig, HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.evaluate import HardwareConfig, HttpEngineConfig, VllmEngineConfig
@@ -128,7 +136,7 @@ def _sft_rows(config: PipelineConfig) -> int | None:
 def count_rows(source: Source) -> int | None:
     """Return the number of rows a source will give, if it is known without reading the source through."""
     match source:
-        case ProceduralSource(num_problems=n) | PuzzleSource(num_problems=n):
+        case ProceduralSource(num_problems=n) | PuzzleSource(num_problems=n) | GymSource(num_problems=n):
             return n
         case FileSource(limit=limit) | HubSource(limit=limit):
             from klear_core.data.sources import files_here

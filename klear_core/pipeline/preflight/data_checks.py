@@ -169,17 +169,17 @@ def judge_problems(work: PendingWork) -> Iterator[str]:
     if not any(isinstance(stage.job, _JUDGING) or stage.job.scorer() for stage in work.stages):
         return
     # The judges by name are the same in all stages: no stage can override them.
-    judges = work.config.verify.judges
-    for judge in judges:
+    verify = work.config.verify
+    for judge in verify.judges:
         yield from _function_problems(judge.key, judge)
-    names = [judge.name for judge in judges]
+    names = [judge.name for judge in verify.all_judges]
     for use in sources_of(work.needed):
         unknown = or_nothing(judges_of, use.source).difference(names) if is_there(use.source) else ()
         for name in sorted(unknown):
             example = [{"name": name, "function": "my_judges:my_function"}]
             yield (
                 f"{use.key}: its references name the judge {name!r}, and verify.judges has "
-                f"{', '.join(names) or 'none'}; bind it in a profile ([[verify.judges]]), or with "
+                f"{', '.join(names)}; bind it in a profile ([[verify.judges]]), or with "
                 f"{as_option('verify.judges', example)}"
             )
 

@@ -1,0 +1,218 @@
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from klear_core.config.data import REASONING_GYM, BenchmarkConfig, GymSource
+from klear_core.data.candidates import Candidate
+from klear_core.data.generated.gym import BY_TEXT, content_of
+from klear_core.data.sources import check_source, read_source
+from klear_core.errors import ConfigError
+from klear_core.types import CustomReference, MathReference
+
+gym = pytest.importorskip("klear_core.verify.gym")
+pytest.importorskip("reasoning_gym", reason="needs the extra `gym`")
+
+ROOT = Path(__file__).parents[3]
+SLOW_TASKS = {"knight_swap", "sokoban", "zebra_puzzles", "futoshiki"}
+"""They take a quarter of a second and more for a problem."""
+
+
+def candidates(task: str, num_problems: int = 12, *, seed: int = 0, **settings: object) -> list[Candidate]:
+    source = GymSource.model_validate({"task": task, "num_problems": num_problems} | settings)
+    rows = list(read_source(source, seed=seed))
+    assert all(isinstance(row, Candidate) for row in rows)
+    return rows  # type: ignore[return-value]
+
+
+def value_of(candidate: Candidate) -> dict:
+    assert isinstance(candidate.reference, CustomReference)
+    return json.loads(candidate.reference.value_json)
+
+
+def test_the_extra_pins_the_version_that_the_source_names():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"reasoning-gym=={REASONING_GYM}" in extras["gym"]
+
+
+def test_sums_have_their_numbers_in_the_question_and_their_value_as_reference():
+    for candidate in candidates("chain_sum", judge="math", instruction=""):
+        sum_text = candidate.question.rpartition(": ")[2].removesuffix(" =")
+        assert candidate.reference == MathReference(answers=(str(eval(sum_text)),))
+
+
+def test_the_instruction_ends_the_question():
+    assert all(c.question.endswith("\n\nBox it.") for c in candidates("lcm", 3, instruction="Box it."))
+
+
+def test_the_level_over_the_highest_one_is_the_difficulty():
+    # chain_sum has eleven levels of num_terms, 2 to 12, and ten of num_digits: level 2 has 4 terms of 3 digits.
+    rows = candidates("chain_sum", 6, levels=(0, 2))
+    assert [row.rating for row in rows] == [0.0, 0.2] * 3
+    assert [
+        value_of(row)["entry"] is not None and row.question.count(" + ") + row.question.count(" - ") for row in rows
+    ] == [1, 3] * 3
+
+
+def test_without_levels_there_is_no_difficulty():
+    assert {row.rating for row in candidates("chain_sum", 4)} == {None}
+
+
+def test_a_setting_of_the_task_wins_over_the_level():
+    rows = candidates("chain_sum", 6, levels=(0,), config={"min_terms": 5, "max_terms": 5})
+    assert {row.question.count(" + ") + row.question.count(" - ") for row in rows} == {4}
+
+
+def test_the_same_seed_gives_the_same_problems_whatever_the_hash_seed_of_this_process():
+    # These tasks depend on the order of sets, or on Python's global generator.
+    program = (
+        "import sys; from klear_core.data.sources import read_source; from klear_core.config.data import GymSource\n"
+        "for t in ('isomorphic_strings', 'polynomial_multiplication', 'ransom_note', 'word_ladder', 'list_functions'):\n"
+        "    print([(c.question, c.reference) for c in read_source(GymSource(task=t, num_problems=3), seed=5)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+def test_only_the_wording_differs_so_it_is_the_same_problem():
+    assert content_of("basic_arithmetic", "What is 36 + 19?", "55") == content_of(
+        "basic_arithmetic", "Compute 19 + 36.", "55"
+    )
+    assert content_of("aiw", "Alice has 3 sisters.", "3") == content_of("aiw", "Mary has 3 sisters.", "3")
+    assert content_of("aiw", "Alice and Tom", "3") != content_of("aiw", "Alice and Alice", "3")
+
+
+def test_other_numbers_another_answer_or_another_task_are_another_problem():
+    same = content_of("basic_arithmetic", "What is 36 + 19?", "55")
+    assert same != content_of("basic_arithmetic", "What is 36 - 19?", "17")
+    assert same != content_of("basic_arithmetic", "What is 37 + 18?", "55")
+    assert same != content_of("chain_sum", "What is 36 + 19?", "55")
+
+
+def heldout_and_training(task: str, num_problems: int) -> tuple[list[Candidate], list[Candidate]]:
+    heldout = candidates(task, num_problems, name="a", split="heldout", seed=1)
+    return heldout, candidates(task, num_problems, name="b", seed=2)
+
+
+def assert_disjoint(task: str, num_problems: int) -> None:
+    heldout, training = heldout_and_training(task, num_problems)
+    for how in (
+        lambda c: c.question,
+        lambda c: content_of(task, c.question, value_of(c)["answer"]),
+        # Not by what decides the split: what the generator itself says that a problem is made of.
+        lambda c: json.dumps(made_of(task, c)),
+    ):
+        assert not {how(c) for c in heldout} & {how(c) for c in training}, task
+
+
+def made_of(task: str, candidate: Candidate) -> object:
+    fields = dict(value_of(candidate)["entry"][1:])
+    metadata = dict(fields["metadata"][1:])
+    known = {
+        "expression",
+        "numbers",
+        "variables",
+        "animals",
+        "equation",
+        "numerator",
+        "denominator",
+        "matrix",
+        "puzzle",
+    }
+    told = {key: metadata[key] for key in sorted(known & set(metadata))}
+    return told or candidate.question
+
+
+@pytest.mark.parametrize(
+    "task", ["basic_arithmetic", "gsm_symbolic", "leg_counting", "gcd", "word_sorting", "syllogism"]
+)
+def test_no_heldout_problem_is_a_training_problem_in_other_words(task):
+    assert_disjoint(task, 120)
+
+
+def test_the_numbers_of_small_tasks_run_out_before_the_same_are_asked_in_other_words():
+    config = {
+        "min_terms": 2,
+        "max_terms": 2,
+        "operators": ("+",),
+        "allow_parentheses": False,
+        "format_style": "natural",
+    }
+    config |= {"min_digits": 1, "max_digits": 1}
+    # 0 to 10 twice, in either order: 66 sums, in four wordings each.
+    with pytest.raises(
+        ConfigError,
+        match=r"200 train problems of 'basic_arithmetic' wanted, but \d+ draws gave only [3-6]\d that differ",
+    ):
+        candidates("basic_arithmetic", 200, config=config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "sums"}, "no task 'sums'; it has ab, acre, "),
+        ({"task": "composite"}, "no task 'composite'"),
+        ({"task": "chain_sum", "levels": (11,)}, "'chain_sum' has levels 0 to 10, and not 11"),
+        ({"task": "gsm_symbolic", "levels": (0,)}, "'gsm_symbolic' has no levels"),
+        ({"task": "chain_sum", "levels": (1, 1)}, "names a level twice"),
+        ({"task": "chain_sum", "config": {"terms": 3}}, "no setting 'terms'; it has allow_negation, max_digits, "),
+        ({"task": "chain_sum", "config": {"size": 3}}, "no setting 'size'"),
+        ({"task": "chain_sum", "config": {"min_terms": 9}}, "max_terms must be >= min_terms"),
+        ({"task": "chain_sum", "config": {"min_terms": "x"}}, "refuses its configuration"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_generated(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_source(GymSource.model_validate({"num_problems": 5} | settings))
+
+
+def test_the_process_ends_when_only_the_first_problems_are_read():
+    rows = read_source(GymSource(task="chain_sum", num_problems=100_000), seed=0)
+    assert len(list(islice(rows, 3))) == 3
+    rows.close()  # type: ignore[attr-defined]
+
+
+def test_a_benchmark_by_name_has_heldout_problems():
+    bench = BenchmarkConfig.model_validate({"known": "reasoning_gym/chain_sum"})
+    assert bench.name == "chain_sum"
+    assert isinstance(bench.source, GymSource)
+    assert (bench.source.task, bench.source.split, bench.source.num_problems) == ("chain_sum", "heldout", 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", gym.tasks())
+def test_each_task_gives_problems_that_its_scorer_accepts_in_two_disjoint_splits(task):
+    num_problems = 4 if task in SLOW_TASKS else 20
+    assert_disjoint(task, num_problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", gym.tasks())
+def test_each_level_of_each_curriculum_gives_a_problem(task):
+    top = gym.num_levels(task)
+    for level in (0, top - 1) if top else ():
+        dataset = gym.open_dataset(task, {}, level=level, seed=3)
+        assert dataset[0]["question"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", sorted(set(gym.tasks()) - BY_TEXT - SLOW_TASKS))
+def test_numbers_and_answer_tell_problems_apart_where_they_decide_the_split(task):
+    dataset = gym.open_dataset(task, {}, seed=5, size=150)
+    entries = [dataset[i] for i in range(150)]
+    told_apart = {content_of(task, e["question"], e["answer"]) for e in entries}
+    assert len(told_apart) >= 0.9 * len({(e["question"], e["answer"]) for e in entries})
