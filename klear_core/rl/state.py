@@ -20,7 +20,7 @@ from klear_core.train.inline_eval import logged_points, point_metrics
 
 _DROPS, _UNFINISHED = "fate/", "unfinished/"
 """Prefixes of keys in checkpoints. A new name would make a killed run lose these counts when it resumes."""
-_NOT_COUNTERS = ("drops", "unfinished", "learner_notes")
+_NOT_COUNTERS = ("drops", "unfinished", "notes")
 """Fields that are not one number: the first two are saved key by key, the notes not at all."""
 ONE_TOLERANCE = 1e-4
 """Ratios closer to 1 than this differ from it by rounding alone."""
@@ -45,8 +45,8 @@ class RlState:
     """Largest |ratio - 1| of any update; 0 before the first."""
     pass_rate: float = 0.0
     """Pass rate of the last step with a judged answer."""
-    learner_notes: tuple[str, ...] = ()
-    """Notes of the learner for the manifest; not saved, since a learner that resumes has its own."""
+    notes: tuple[str, ...] = ()
+    """Notes of the learner and of the watch for the manifest; not saved, since a run that resumes makes its own."""
 
     def after(
         self,
@@ -104,7 +104,7 @@ class RlState:
 
     def summary(self, choice: LedgerStep, *, minibatches_per_step: int, seed: int) -> StageSummary:
         """Return counts, ledger and notes for the stage's manifest and report."""
-        notes = list(self.learner_notes)
+        notes = list(self.notes)
         if self.are_ratios_one():
             notes.append(ratios_one_note(minibatches_per_step))
         if self.steps_without_update:
