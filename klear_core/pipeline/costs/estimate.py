@@ -17,6 +17,7 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import DistillJob, EngineUse, RlJob, SftJob, Stage, TagJob
 from klear_core.config.train import ModelConfig, SftConfig
+from klear_core.generate.model_size import VALUE_BYTES, ModelSize, engine_fit, planned_size
 from klear_core.pipeline.costs.memory import (
     LearnerPeak,
     learner_load,
@@ -24,7 +25,6 @@ from klear_core.pipeline.costs.memory import (
     reference_bytes,
     state_bytes,
 )
-from klear_core.pipeline.costs.model_size import VALUE_BYTES, ModelSize, engine_fit, planned_size
 from klear_core.pipeline.graph import stage_of_problems, stages_of
 
 
