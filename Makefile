@@ -7,8 +7,10 @@ VLLM   ?= .venv-vllm
 DEMO   ?= configs/laptop
 VLLM_TESTS := tests/generate/test_vllm_engine.py tests/generate/test_vllm_families.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py tests/distill/teachers/test_vllm_teacher.py
 BIN    := $(VENV)/bin
+LOCKS  := infra/locks
+LOCK    = $(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.11 --no-header --no-annotate $(UPGRADE)
 
-.PHONY: help demo desk-ci test test-slow test-vllm test-adam8bit lint setup sandbox vllm-alone clean
+.PHONY: help demo desk-ci test test-slow test-vllm test-adam8bit lint setup gpu locks newest sandbox vllm-alone clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -49,6 +51,25 @@ lint: $(VENV)/.installed-dev
 
 setup: $(VENV)/.installed-dev sandbox
 
+# on a machine with GPUs, in place of the CPU's environment
+gpu: $(VENV)/bin/python
+	$(BIN)/python -m pip install -e '.[gpu,s3]' -c $(LOCKS)/gpu.txt
+	@touch $(VENV)/.installed
+	$(BIN)/klear doctor --gpu
+
+# what pyproject.toml says, resolved without installing it; pins stay as they are where they may, with UPGRADE=--upgrade they do not
+locks: $(VENV)/.installed-dev
+	$(LOCK) --extra dev --extra adam8bit --extra bench -o $(LOCKS)/cpu.txt
+	$(LOCK) --extra gpu --extra s3 -o $(LOCKS)/gpu.txt
+
+# the newest versions that pyproject.toml allows, without a lock
+newest:
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --upgrade --upgrade-strategy eager -e '.[dev]'
+	@$(VENV)-newest/bin/python -m pip list | grep -E '^(prefect|mlflow|ray|torch|transformers) '
+	@echo "GPU users get $$(grep -E '^prefect==' $(LOCKS)/gpu.txt), as vLLM wants an older fastapi than newer ones do"
+	$(VENV)-newest/bin/python -m pytest
+
 sandbox:
 	@sh infra/install_sandbox.sh
 
@@ -56,14 +77,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Klear needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; say: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(LOCKS)/cpu.txt
 	@echo "installing into $(VENV): torch, Ray, Prefect, MLflow and what they need; up to 12 minutes"
-	$(BIN)/python -m pip install -e .
+	$(BIN)/python -m pip install -e . -c $(LOCKS)/cpu.txt
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml $(LOCKS)/cpu.txt
 	@echo "installing into $(VENV): torch, Ray, Prefect, MLflow and what they and the tests need; up to 12 minutes"
-	$(BIN)/python -m pip install -e '.[dev]'
+	$(BIN)/python -m pip install -e '.[dev]' -c $(LOCKS)/cpu.txt
 	@touch $@ $(VENV)/.installed
 
 $(VLLM)/bin/python:
@@ -73,9 +94,9 @@ $(VLLM)/bin/python:
 vllm-alone: $(VLLM)/bin/python
 	sh infra/vllm/install_cpu.sh $(VLLM) --without-klear
 
-$(VLLM)/.installed: $(VLLM)/bin/python pyproject.toml infra/vllm/constraints.txt
+$(VLLM)/.installed: $(VLLM)/bin/python pyproject.toml $(LOCKS)/cpu-engine.txt
 	sh infra/vllm/install_cpu.sh $(VLLM)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) runs
+	rm -rf $(VENV) $(VENV)-newest $(VLLM) runs

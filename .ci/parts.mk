@@ -11,8 +11,8 @@ say    = @printf '\n=== %s: %s (%ss)\n' '$@' '$(1)' "$$(($$(date +%s) - $(START)
 # threads that wait for one another spin meanwhile, on a core that another part needs
 export OMP_NUM_THREADS := 1
 
-.PHONY: all vllm vllm-alone setup slow-kills slow-flows product desk slow-ray slow-rl slow-others fast lint
-all: slow-kills slow-flows product slow-others vllm slow-rl slow-ray fast desk lint
+.PHONY: all vllm vllm-alone setup slow-kills slow-flows product desk slow-ray slow-rl slow-others fast locks lint
+all: slow-kills slow-flows product slow-others vllm slow-rl slow-ray fast desk locks lint
 
 setup:
 	$(MAKE) setup
@@ -25,7 +25,7 @@ vllm-alone:
 
 vllm: vllm-alone
 
-vllm slow-kills slow-flows product desk slow-ray slow-rl slow-others fast lint: setup
+vllm slow-kills slow-flows product desk slow-ray slow-rl slow-others fast locks lint: setup
 
 vllm:
 	$(MAKE) test-vllm
@@ -72,6 +72,12 @@ desk:
 fast:
 	$(MAKE) test
 	$(call say,the fast tests)
+
+# what pyproject.toml allows resolves, for GPUs too, to the versions of the locks
+locks:
+	timeout 300 $(MAKE) locks
+	git diff --exit-code infra/locks
+	$(call say,every environment resolves within five minutes to its lock)
 
 lint:
 	$(MAKE) lint

@@ -14,8 +14,8 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import Stage
 from klear_core.errors import ConfigError
+from klear_core.generate.model_size import ModelSize, planned_size
 from klear_core.pipeline.costs.estimate import StageEstimate, estimate
-from klear_core.pipeline.costs.model_size import ModelSize, planned_size
 from klear_core.pipeline.costs.throughput import (
     ENOUGH,
     MEDIAN_SHARE,
@@ -207,8 +207,8 @@ def _hours(gpu_hours: float | None, price: float | None) -> str:
 
 def _engine_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
     """Yield a line for each vLLM engine: what fits into its GPUs beside the weights. One line for all evaluations."""
+    from klear_core.generate.model_size import engine_fit
     from klear_core.pipeline.costs.estimate import longest_sequence
-    from klear_core.pipeline.costs.model_size import engine_fit
 
     hardware = known_hardware(config.hardware)
     uses = {use.key: use for stage in stages if (use := stage.engine()) is not None}

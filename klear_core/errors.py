@@ -5,7 +5,8 @@ KlearError
 ├── DataError(ValueError)          a source row, benchmark or trace cannot be used
 ├── ArtifactError                  something stored is missing or altered
 ├── ResourceError                  disk, memory, GPU or Ray cannot give what was asked
-│   └── DiskFullError              no space left; somebody must free some before another attempt
+│   ├── DiskFullError              no space left; somebody must free some before another attempt
+│   └── GpuMemoryError             a learner rank's GPU is too small for these settings; the same ones would fail again
 ├── SandboxError                   isolation is weaker than configured; nothing is run
 ├── JudgeError                     too many answers could not be judged; scores would be noise
 ├── RewardError                    a reward of the user's own fails too often
@@ -55,6 +56,12 @@ class ResourceError(KlearError):
 
 class DiskFullError(ResourceError):
     """A disk is full; the message names the file, the free space and the remedy."""
+
+    is_permanent = True
+
+
+class GpuMemoryError(ResourceError):
+    """A learner rank ran out of GPU memory; the message names the rank and the settings that need less."""
 
     is_permanent = True
 

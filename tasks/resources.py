@@ -25,11 +25,12 @@ from klear_core.cluster.placement import gpus_here
 from klear_core.config.evaluate import EnginesRuntime, LocalEngineConfig
 from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.rl import RlConfig
-from klear_core.config.train import TrainRuntime
+from klear_core.config.train import SftConfig, TrainRuntime
 from klear_core.config.verify import VerifyConfig
-from klear_core.errors import ResourceError
+from klear_core.errors import GpuMemoryError, ResourceError
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.factory import start_with_endpoints
+from klear_core.generate.model_size import size_of_hf
 from klear_core.hf_config import read_hf_config
 from klear_core.verify import JudgePool, build_judge_pool
 
@@ -97,6 +98,19 @@ def learner_ranks(runtime: TrainRuntime, model: Path) -> Iterator[RunRanks]:
         check_device(runtime, read_hf_config(model_folder(model)).num_params)
         share_model(model)
         yield run_on_ray
+
+
+@contextmanager
+def memory_advised(training: SftConfig | RlConfig, model: Path) -> Iterator[None]:
+    """Add to a GpuMemoryError of the block the settings that would need less."""
+    try:
+        yield
+    except GpuMemoryError as e:
+        from klear_core.pipeline.preflight.capacity import advice_on_memory
+        from klear_core.train.base_model import model_folder
+
+        advice = advice_on_memory(training, size_of_hf(read_hf_config(model_folder(model))))
+        raise GpuMemoryError(f"{e}; {advice}") from e
 
 
 def share_model(model: Path) -> None:

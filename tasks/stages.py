@@ -223,7 +223,7 @@ def sft(job: SftJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> 
     from klear_core.train.inline_eval import no_scorer
 
     model, curve = inputs["model"].path, job.runtime.curve
-    with resources.learner_ranks(job.sft.runtime, model) as run_ranks:
+    with resources.memory_advised(job.sft, model), resources.learner_ranks(job.sft.runtime, model) as run_ranks:
         is_on_ray = run_ranks is not run_here
         open_scorer = partial(resources.scorer_beside, is_on_ray=is_on_ray, seed=job.seed, workdir=workdir)
         return train_sft(
@@ -249,7 +249,7 @@ def rl(job: RlJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> St
 
     model, workers, curve = inputs["model"].path, RayWorkers(), job.runtime.curve
     inline_eval = partial(open_inline_eval, curve, workers.judges, seed=job.seed) if curve else no_inline_eval
-    with resources.ray_session(resources.needs_of(job.rl, model)):
+    with resources.memory_advised(job.rl, model), resources.ray_session(resources.needs_of(job.rl, model)):
         resources.share_model(model)
         return train_rl(
             RlSetup(cfg=job.rl, model=model, seed=job.seed, workdir=workdir, remote=remote_paths_of(workdir)),

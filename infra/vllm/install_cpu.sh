@@ -1,5 +1,5 @@
 #!/bin/sh
-# install_cpu.sh VENV: puts Klear, vLLM's CPU build and pytest into a virtual environment, in the versions of constraints.txt.
+# install_cpu.sh VENV: puts Klear, vLLM's CPU build and pytest into a virtual environment, in the versions of ../locks/cpu-engine.txt.
 # install_cpu.sh VENV --without-klear: vLLM alone, the larger part; it may run while another installation writes this checkout's metadata.
 set -eu
 venv=$1
@@ -19,7 +19,7 @@ trap 'rm -rf "$empty"' EXIT
 "$venv/bin/python" "$here/empty_wheels.py" "$empty"
 # not -c, which adds to the constraints that a machine may have: a limit on torchvision there would exclude the empty wheel
 install() {
-    PIP_CONSTRAINT="$here/constraints.txt" "$venv/bin/python" -m pip install --find-links "$empty" "$@"
+    PIP_CONSTRAINT="$here/../locks/cpu-engine.txt" "$venv/bin/python" -m pip install --find-links "$empty" "$@"
 }
 
 if [ "${2-}" = --without-klear ]; then

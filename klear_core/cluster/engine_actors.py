@@ -17,14 +17,22 @@ from klear_core.cluster.rank_actors import Arrays, to_tensors
 from klear_core.cluster.ray_calls import LOST, RemoteCall, awaited, cause_of, within
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import (
+    EngineStats,
     InferenceEngine,
     SamplingParams,
     SeparateEngine,
     SleepingEngine,
     TrainableEngine,
     WeightOffer,
+    limit_of,
+    load_of,
 )
-from klear_core.generate.factory import EngineSpec, build_spec, build_trainable_engine
+from klear_core.generate.factory import (
+    EngineSpec,
+    build_spec,
+    build_trainable_engine,
+    limit_here,
+)
 from klear_core.generate.pool import EngineLost
 from klear_core.rl.interfaces import RlSetup
 from klear_core.types import Completion
@@ -98,14 +106,19 @@ class RequestServer:
 class EngineActor:
     """Run one sampling engine with fixed weights."""
 
-    async def start(self, spec: EngineSpec) -> None:
-        """Build the engine."""
+    async def start(self, spec: EngineSpec) -> int:
+        """Build the engine; return the number of requests that it has room for."""
         spec = spec.on_this_node()
         self._engine = await build_spec(spec)
         self._server = RequestServer(self._engine)
         if spec.remote is not None and spec.is_sent:
             # The weights are loaded, and nobody else asks for this node's copy of the model.
             shutil.rmtree(spec.model_folder, ignore_errors=True)
+        return limit_of(self._engine, limit_here(spec), spec.answer_tokens)
+
+    async def stats(self) -> EngineStats | None:
+        """Return the engine's load since the last call; see `MeasuredEngine`."""
+        return await load_of(self._engine)
 
     async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
         """Start and cancel requests and return finished ones; see `RequestServer.exchange`."""
@@ -155,6 +168,10 @@ class RolloutActor:
             return await self._engine.digest_offered(offer)
         return [await asyncio.to_thread(lambda: digest_of(fetch(offer, rank=1)))]  # the engine is in this process
 
+    async def stats(self) -> EngineStats | None:
+        """Return the engine's load since the last call; see `MeasuredEngine`."""
+        return await load_of(self._engine)
+
     async def sleep(self) -> None:
         """Free the engine's GPU memory; see `SleepingEngine.sleep`."""
         await self._sleeper().sleep()
@@ -186,6 +203,7 @@ _CLOSE_S = 5.0
 Ray answers no more."""
 _REPLACE_S = 20.0
 """The same before another engine takes its GPUs. vLLM gives a process that hangs 5 s to end before it kills it."""
+_STATS_S = 5.0
 _ANSWER_S = 600.0
 """Longest wait for the answer to a message. An actor that works answers within a second, if only that nothing is done
 yet; one that is frozen, or whose node cannot be reached, never does."""
@@ -234,6 +252,7 @@ class RayEngine:
         """
         self.name = name
         self.limit = limit
+        self.cache_tokens = None
         self.lock = asyncio.Lock()
         """Held while the actor starts or loads weights, so that no request is sampled with old weights."""
         self._create, self._load, self._wait_for_gpus = create, load, wait_for_gpus
@@ -310,6 +329,17 @@ class RayEngine:
         except LOST as error:
             return DeadActor(actor=actor, error=error)
         return None
+
+    async def stats(self) -> EngineStats | None:
+        """Return the engine's load since the last call; None if it does not say within seconds."""
+        link = self._link
+        if link is None or link.is_queued or link.failure is not None:
+            return None
+        try:
+            found: EngineStats | None = await asyncio.wait_for(awaited(link.actor.stats.remote()), _STATS_S)
+        except (TimeoutError, *LOST, RayTaskError):  # a report ends no run; the next request finds out
+            return None
+        return found
 
     async def close(self) -> None:
         """Stop the actor and its engine."""

@@ -19,7 +19,7 @@ from klear_core.cluster.placement import Placement, Room, cpu_refusal, is_too_la
 from klear_core.cluster.rank_actors import LOGGER, Logged, Progressed, RankActor, Report, Reports
 from klear_core.cluster.ray_calls import LOST, START_S, Plan, Reservation, Restarts, awaited, cause_of
 from klear_core.config.train import TrainRuntime
-from klear_core.errors import KlearError, ResourceError, TrainingError
+from klear_core.errors import GpuMemoryError, KlearError, ResourceError, TrainingError
 from klear_core.metrics import Heartbeat, Telemetry
 from klear_core.train.distributed import Body
 
@@ -34,7 +34,12 @@ _OTHERS_S = 1.0
 """Seconds to wait for further deaths after the first: when a node dies, all of its ranks die."""
 _MOST_NAMED = 8  # most ranks that an error names; there may be a thousand
 _RELEASE_S = 10.0  # longest wait; a running Ray needs milliseconds
+_GPU_STALL_S = 600.0
+"""Longest silence of learner ranks on GPUs, whatever `stall_timeout_s` says: a micro-batch takes seconds there."""
+_STACKS_S = 15.0  # wait for the stacks of ranks that have stalled
 _REPORTS = "reports"
+
+log = logging.getLogger(__name__)
 
 
 class RanksLost(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
@@ -57,6 +62,7 @@ class Gang:
         self.ranks: list[Any] = []
         """Handles of the actors; empty before `start`."""
         self._runtime = _with_device(runtime, gpus_per_rank)
+        self._has_gpus = gpus_per_rank > 0
         plan = plan or (lambda nodes: Placement(ranks=tuple(place_ranks(Room.of(nodes), self._runtime, gpus_per_rank))))
         self._reservation = Reservation(
             plan, width=self._runtime.context_parallel, threads_per_rank=self._runtime.num_threads
@@ -99,8 +105,8 @@ class Gang:
     async def wait(self, calls: Sequence[Awaitable[Any]], what: str, *, stall_timeout_s: float) -> list[Any]:
         """Return the results of one call of each rank; meanwhile relay what the ranks report.
 
-        Raise RanksLost if a rank has died, a rank's exception as it is, or TrainingError if no rank has done anything
-        for `stall_timeout_s`.
+        Raise RanksLost if a rank has died, GpuMemoryError if a rank's GPU is too small, another exception of a rank as
+        it is, or TrainingError if no rank has done anything for `stall_timeout_s`; the log then has all ranks' stacks.
         """
         tasks = [asyncio.ensure_future(awaited(call)) for call in calls]
         seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
@@ -119,9 +125,10 @@ class Gang:
                 if seen != self._progress:
                     seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
                 if time.monotonic() >= deadline:
+                    await self._log_stacks()
                     raise TrainingError(
                         f"stalled: no progress for {stall_timeout_s:g} s while the learner was to {what}; last done: "
-                        f"{self._last_done()}"
+                        f"{self._last_done()}; the log has the stack of every rank"
                     )
         finally:
             # Stops waiting; Ray goes on with the calls. No effect on those that are done.
@@ -171,6 +178,23 @@ class Gang:
                 asked = rank.take_reports.options(concurrency_group=_REPORTS).remote()
                 self._polls[index] = asyncio.ensure_future(awaited(asked))
 
+    @property
+    def stall_s(self) -> float:
+        """Return the longest silence of ranks that train."""
+        limit_s = self._runtime.stall_timeout_s
+        return min(limit_s, _GPU_STALL_S) if self._has_gpus else limit_s
+
+    async def _log_stacks(self) -> None:
+        """Log what every thread of every rank is doing; ranks that do not answer are named."""
+        asked = [rank.stacks.options(concurrency_group=_REPORTS).remote() for rank in self.ranks]
+        polls = [asyncio.ensure_future(awaited(call)) for call in asked]
+        await asyncio.wait(polls, timeout=_STACKS_S)
+        for index, poll in enumerate(polls):
+            has_answered = poll.done() and poll.exception() is None
+            stacks = poll.result() if has_answered else "it does not answer: its process is stopped or in native code"
+            log.error("%s, when it had stalled:\n%s", self._name(index), stacks)
+            poll.cancel()
+
     def _last_done(self) -> str:
         """Return what each rank did last, those that did least first: others wait for them."""
         ordered = sorted(self._progress.items(), key=lambda item: (item[1].count, item[0]))
@@ -202,6 +226,9 @@ class Gang:
 
     async def _cause(self, failed: dict[int, BaseException], tasks: Sequence[asyncio.Future[Any]]) -> BaseException:
         """Return what to raise for these failed calls, by rank: the death of ranks, or the first error of one."""
+        for index, error in failed.items():
+            if _is_out_of_gpu_memory(cause_of(error)):  # before the others, which then wait for this rank and fail, too
+                return _named_gpu_memory(self._name(index), cause_of(error), self._runtime)
         lost = {i: error for i, error in failed.items() if isinstance(error, LOST)}
         errors = [cause_of(error) for error in failed.values() if not isinstance(error, LOST)]
         # An error of ours, or of a type that torch does not raise for a lost peer, is the rank's own.
@@ -241,6 +268,23 @@ def _failures(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
         if error is not None:
             failed[index] = error
     return failed
+
+
+def _is_out_of_gpu_memory(error: BaseException) -> bool:
+    """Return whether torch could not allocate on a GPU; by name, because the driver of a cluster needs no torch."""
+    return any(
+        kind.__module__.startswith("torch") and kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
+    )
+
+
+def _named_gpu_memory(rank: str, error: BaseException, runtime: TrainRuntime) -> GpuMemoryError:
+    first = str(error).strip().partition(". ")[0]
+    found = GpuMemoryError(
+        f"{rank} ran out of GPU memory ({first}) with tokens_per_microbatch = {runtime.tokens_per_microbatch}, "
+        f"context_parallel = {runtime.context_parallel} and num_workers = {runtime.num_workers}"
+    )
+    found.__cause__ = error
+    return found
 
 
 def _with_device(runtime: TrainRuntime, gpus_per_rank: float) -> TrainRuntime:
@@ -305,7 +349,7 @@ async def _run(body: Body[Any], runtime: TrainRuntime, telemetry: Telemetry) -> 
             try:
                 await gang.start()
                 runs = [rank.run.remote(body) for rank in gang.ranks]
-                results = await gang.wait(runs, "train", stall_timeout_s=runtime.stall_timeout_s)
+                results = await gang.wait(runs, "train", stall_timeout_s=gang.stall_s)
             except RanksLost as lost:
                 restarts.count("the learner", lost)
                 gang.kill()

@@ -132,14 +132,15 @@ def _engine(index: int, spec: EngineSpec, plan: EnginePlan, limit: int, queue: G
 
     async def load(actor: Any) -> None:
         try:
-            await within(actor.start.remote(spec), _START_S, f"engine {index}", "start")
+            engine.limit = await within(actor.start.remote(spec), _START_S, f"engine {index}", "start")
         except TrainingError as error:  # a timeout
             raise ResourceError(str(error)) from error
 
     async def create() -> Any:
         return actor_type.remote()
 
-    return RayEngine(f"engine {index}", create, load, limit=limit, wait_for_gpus=queue.wait)
+    engine = RayEngine(f"engine {index}", create, load, limit=limit, wait_for_gpus=queue.wait)
+    return engine
 
 
 # ---- judge pool ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import pickle
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from logging.handlers import QueueHandler
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 from urllib.parse import urlsplit
 
@@ -125,6 +127,13 @@ class RankActor:
     def take_reports(self) -> Reports:
         """Return telemetry and log records since the last call, and how much the rank has done."""
         return Reports(items=self._outbox.take(), progress=heartbeat())
+
+    def stacks(self) -> str:
+        """Return the Python stack of every thread of this process."""
+        with TemporaryFile() as file:  # faulthandler writes to a file alone
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return file.read().decode(errors="replace")
 
     def process_id(self) -> int:
         """Return the id of the actor's process."""

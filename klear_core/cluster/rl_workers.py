@@ -23,7 +23,7 @@ from klear_core.cluster.rank_actors import LearnerActor, check_timeout_s, to_arr
 from klear_core.cluster.ray_calls import START_S, Plan, RemoteCall, Restarts, StoredWeights, rollout_name, within
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOffer, WeightSource
+from klear_core.generate.engine import EngineStats, SamplingParams, TrainableEngine, WeightOffer, WeightSource
 from klear_core.generate.factory import num_slots
 from klear_core.generate.pool import EngineLost, EnginePool
 from klear_core.hf_config import read_hf_config
@@ -55,7 +55,7 @@ class RayWorkers:
         self._engines: RayRolloutEngines | None = None
 
     async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
-        """Start learner ranks and rollout actors concurrently. Raise ResourceError without Ray or with too few GPUs."""
+        """Start learner ranks and rollout actors. Raise ResourceError without Ray or with too few GPUs."""
         if not ray.is_initialized():
             raise ResourceError("Ray is not running in this process: call ray.init first")
         runtime, engine = setup.cfg.runtime, setup.cfg.rollout.engine
@@ -72,7 +72,13 @@ class RayWorkers:
         )
         self._engines = RayRolloutEngines(setup, restarts, gpus.rollout, learner, learner.engine_options)
         await learner.reserve()  # before an engine is started that shares a GPU with a rank
-        await asyncio.gather(self._learner.start(), self._engines.start())
+        if 0 < gpus.learner < 1:
+            # One after the other: vLLM takes all memory that is taken while it starts for its own, and makes its cache
+            # smaller by what the learner allocates, or fails if the learner frees some.
+            await self._learner.start()
+            await self._engines.start()
+        else:
+            await asyncio.gather(self._learner.start(), self._engines.start())
         if self._learner.is_direct:
             await self._engines.check_direct()
         self._learner.add_note(await check_engine(self._learner, self._engines, setup))
@@ -256,7 +262,7 @@ class RayLearner(LearnerHandle):
     async def _await_or_restart(self, calls: Sequence[Awaitable[Any]], what: str) -> list[Any]:
         """Wait for a call of each rank, as long as they make progress; restart all if one has died."""
         try:
-            return await self._gang.wait(calls, what, stall_timeout_s=self._setup.cfg.runtime.stall_timeout_s)
+            return await self._gang.wait(calls, what, stall_timeout_s=self._gang.stall_s)
         except RanksLost as lost:
             self._restarts.count("the learner", lost)
             self._gang.kill()
@@ -286,6 +292,7 @@ class RayRolloutEngines:
     ) -> None:
         """`actor_options` returns the options of an actor by its index: where it is to run; None: anywhere."""
         self.version = 0
+        self.cache_tokens = None
         self._actor_options = actor_options
         self._setup = setup
         self._learner = learner
@@ -355,6 +362,10 @@ class RayRolloutEngines:
     async def close(self) -> None:
         """Stop all actors; waiting requests fail."""
         await self._pool.close()
+
+    async def stats(self) -> EngineStats | None:
+        """Return the load of all actors; see `MeasuredEngine`."""
+        return await self._pool.stats()
 
     def status(self) -> str:
         """Return the number of open requests of each actor, in words."""

@@ -205,11 +205,16 @@ class GroupFilterConfig(Settings):
 # ---- rl ----
 
 
+_TRUNCATE_VLLM_AT = 2.0
+"""As in the paper of truncated importance sampling (fengyao.notion.site/off-policy-rl); 1.5 to 10 did alike there."""
+
+
 class MismatchConfig(Settings):
     """Corrections where sampler and learner log-probs of the same weights differ. Needs `old_logps = "learner"`."""
 
-    truncate_at: float | None = Field(default=None, ge=1)
-    """Weight tokens by learner over sampler probability, at most this (truncated importance sampling); None: off."""
+    truncate_at: Annotated[float, Field(ge=1)] | Literal["auto", "off"] | None = "auto"
+    """Weight tokens by learner over sampler probability, at most this (truncated importance sampling). `auto`: 2
+    wherever vLLM samples, whose kernels round in other places, else off; None: off."""
     max_sequence_ratio: float | None = Field(default=None, gt=1)
     """Mask sequences whose geometric mean of that ratio, or its inverse, is above this; None masks none."""
 
@@ -358,6 +363,15 @@ class RlConfig(Settings):
     runtime: RlRuntime = RlRuntime()
 
     @property
+    def truncate_at(self) -> float | None:
+        """Return the cap of a token's mismatch correction; None without one."""
+        cap = self.mismatch.truncate_at
+        if cap == "auto":
+            needs_it = self.old_logps == "learner" and isinstance(self.rollout.engine, VllmEngineConfig)
+            return _TRUNCATE_VLLM_AT if needs_it else None
+        return None if cap == "off" else cap
+
+    @property
     def num_cpus(self) -> int:
         """Return the CPUs of learner and engines: one per thread that works at a time."""
         runtime = self.runtime
@@ -374,7 +388,7 @@ class RlConfig(Settings):
 
     @model_validator(mode="after")
     def _mismatch_needs_learner_logps(self) -> RlConfig:
-        corrects = self.mismatch.truncate_at is not None or self.mismatch.max_sequence_ratio is not None
+        corrects = isinstance(self.mismatch.truncate_at, float) or self.mismatch.max_sequence_ratio is not None
         if corrects and self.old_logps != "learner":
             raise ValueError("mismatch correction compares learner with sampler log-probs: set old_logps to 'learner'")
         return self

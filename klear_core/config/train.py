@@ -175,7 +175,7 @@ class TrainRuntime(Settings):
     """`auto` uses a GPU if torch finds one, else the CPU for models of up to 200 million parameters; larger ones need
     an explicit `cpu`."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads of the learner."""
+    """CPU threads of a learner process; on a GPU they compute with `cpu_offload`, which more make faster."""
     num_workers: int = Field(default=1, ge=1)
     """Learner processes (FSDP2 ranks), each with a GPU of its own if there are any, on one or several nodes of Ray."""
     context_parallel: int = Field(default=1, ge=1)

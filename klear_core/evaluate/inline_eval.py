@@ -124,6 +124,7 @@ def spec_of(job: InlineEvalJob, model: Path, *, seed: int) -> EngineSpec:
         model_folder=model,
         num_threads=job.scorer.num_threads,
         seed=seed_for(seed, "evaluate/curve/engine"),
+        answer_tokens=job.sampling.max_new_tokens,
     )
 
 

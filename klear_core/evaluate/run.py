@@ -36,6 +36,7 @@ from klear_core.evaluate.score import (
     template_score,
     warning_lines,
 )
+from klear_core.generate.engine import EngineStats, load_of
 from klear_core.generate.factory import EngineSpec, LongestFirst, StartSampler, start_here
 from klear_core.generate.pool import expect
 from klear_core.metrics import SILENT, Telemetry
@@ -76,8 +77,12 @@ def evaluate_model(
     Raise JudgeError if more than `cfg.max_unscored_rate` of a benchmark's answers cannot be judged, DataError if a
     problem does not fit the model. Finished shards are kept for a rerun.
     """
-    notes = answer_suite(model, cfg, suite, verify, compute=compute, seed=seed, workdir=workdir, telemetry=telemetry)
+    notes, load = answer_suite(
+        model, cfg, suite, verify, compute=compute, seed=seed, workdir=workdir, telemetry=telemetry
+    )
     summary = report_scores(cfg, suite, verify, seed=seed, workdir=workdir, telemetry=telemetry)
+    if load is not None:
+        telemetry.add(load.metrics("eval"), step=0)
     return summary.model_copy(update={"notes": (*summary.notes, *notes)})
 
 
@@ -91,10 +96,10 @@ def answer_suite(
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, ...], EngineStats | None]:
     """Answer and judge a suite with the model in an artifact folder or a Hugging Face folder; see `answer_benchmarks`.
 
-    Return warnings about the judges.
+    Return warnings about the judges, and the load of the engines.
     """
     from klear_core.prompts import load_tokenizer, opening_of, render_prompt
     from klear_core.train.base_model import model_folder, wanted_window
@@ -111,9 +116,10 @@ def answer_suite(
         window=wanted_window(model),
         artifact=None if folder == model else model,
         remote=remote_paths_of(workdir),
+        answer_tokens=cfg.sampling.max_new_tokens,
     )
 
-    async def run(judge: Judge) -> None:
+    async def run(judge: Judge) -> EngineStats | None:
         sampler = await compute.start_sampler(spec)
         try:
             setup = EvalSetup(
@@ -126,14 +132,15 @@ def answer_suite(
                 num_engines=sampler.num_engines,
             )
             await answer_benchmarks(cfg, suite, setup, seed=seed, workdir=workdir, telemetry=telemetry)
+            return await load_of(sampler.engine)
         finally:
             await sampler.engine.close()
 
     with compute.build_judges(verify) as judges:
         # tests the sandbox, if there are code problems, before the model is loaded
         notes = judges.prepare(problem for benchmark in suite for problem in benchmark.problems)
-        asyncio.run(run(judges.judge_async))
-    return notes
+        load = asyncio.run(run(judges.judge_async))
+    return notes, load
 
 
 async def answer_benchmarks(
@@ -242,7 +249,7 @@ def tag_problems(
         raise DataError(f"{problems}: none of its problems has a reference, so no answer can be judged")
     evaluation = cfg.as_evaluation()
     suite = (Benchmark(name=_NAME, problems=judged, num_samples=cfg.samples_per_problem),)
-    notes = answer_suite(
+    notes, _ = answer_suite(
         model, evaluation, suite, verify, compute=compute, seed=seed, workdir=workdir, telemetry=telemetry
     )
 

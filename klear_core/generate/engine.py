@@ -136,6 +136,82 @@ class StreamingEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Load of an engine since it was last asked, or of several together."""
+
+    cache_usage: float = 0.0
+    """Largest share of the KV cache that was in use."""
+    num_waiting: int = 0
+    """Most requests that waited for room in the cache."""
+    num_preempted: int = 0
+    """Requests that lost their place in the cache, and were computed again."""
+    num_drafted: int = 0
+    """Tokens that speculative decoding guessed."""
+    num_accepted: int = 0
+    """Guessed tokens that were kept."""
+
+    def metrics(self, stage: str) -> dict[str, float]:
+        """Return the metrics of a stage's engines."""
+        found = {
+            f"{stage}/engine/cache_usage": self.cache_usage,
+            f"{stage}/engine/waiting": float(self.num_waiting),
+            f"{stage}/engine/preempted": float(self.num_preempted),
+        }
+        if self.num_drafted:
+            found[f"{stage}/engine/accepted_frac"] = self.num_accepted / self.num_drafted
+        return found
+
+
+def combined(stats: Sequence[EngineStats | None]) -> EngineStats | None:
+    """Return the load of several engines together: the fullest cache, and sums; None if none of them told any."""
+    told = [one for one in stats if one is not None]
+    if not told:
+        return None
+    return EngineStats(
+        cache_usage=max(one.cache_usage for one in told),
+        num_waiting=sum(one.num_waiting for one in told),
+        num_preempted=sum(one.num_preempted for one in told),
+        num_drafted=sum(one.num_drafted for one in told),
+        num_accepted=sum(one.num_accepted for one in told),
+    )
+
+
+@runtime_checkable
+class MeasuredEngine(Protocol):
+    """An engine that may report how full it is; `load_of` asks any engine."""
+
+    cache_tokens: int | None
+    """Tokens that its KV cache has room for; None if that is not known, or grows."""
+
+    async def stats(self) -> EngineStats | None:
+        """Return the load since the last call; None if it is not known."""
+        ...
+
+
+_CACHE_USED = 0.9
+"""Share of the cache that requests fill on average: when long answers come together, it overflows."""
+_MEAN_IN_FLIGHT = 0.27
+"""Mean length of the answers in flight, as a share of the longest, with the lengths that a plan assumes
+(`klear_core.pipeline.costs.throughput`): long ones are in flight more often, and half done on average."""
+
+
+def limit_of(engine: object, limit: int, answer_tokens: int | None) -> int:
+    """Return `limit`, or the requests that an engine's cache has room for if they are fewer.
+
+    More would be preempted and computed again, which no score shows. `answer_tokens` is the longest answer, if known.
+    """
+    cache_tokens = engine.cache_tokens if isinstance(engine, MeasuredEngine) else None
+    if cache_tokens is None or answer_tokens is None:
+        return limit
+    return max(1, min(limit, int(_CACHE_USED * cache_tokens / (_MEAN_IN_FLIGHT * answer_tokens))))
+
+
+async def load_of(engine: object) -> EngineStats | None:
+    """Return an engine's load since the last call; None of one that reports none."""
+    return await engine.stats() if isinstance(engine, MeasuredEngine) else None
+
+
 class TrainableEngine(InferenceEngine, Protocol):
     """An engine whose weights can be replaced by those of the policy under training."""
 

@@ -24,7 +24,7 @@ from klear_core.config.evaluate import (
     VllmEngineConfig,
 )
 from klear_core.errors import DataError, ResourceError
-from klear_core.generate.engine import InferenceEngine, SamplingParams, StreamingEngine, TrainableEngine
+from klear_core.generate.engine import InferenceEngine, SamplingParams, StreamingEngine, TrainableEngine, limit_of
 from klear_core.generate.http_engine import HttpEngine
 from klear_core.generate.pool import EngineLost, EnginePool, PooledEngine, RestartLimit
 from klear_core.hf_config import read_hf_config
@@ -53,6 +53,9 @@ class EngineSpec:
     artifact: Path | None = None
     """The model's artifact, from which a node with another disk gets the folder; None if the folder is in none."""
     remote: RemotePaths | None = None
+    answer_tokens: int | None = None
+    """Most tokens of an answer, by which an engine gets no more requests than its cache has room for; None: not known,
+    which leaves its batch size as the only limit."""
     is_sent: bool = False
     """Whether the folder belongs to no artifact but has a copy in the store, which `fetch_folder` finds."""
 
@@ -102,7 +105,7 @@ def num_slots(cfg: LocalEngineConfig, *, is_on_gpu: bool) -> int:
 async def start_here(spec: EngineSpec) -> Sampler:
     """Build one engine in this process; see `build_engine`."""
     engine = await build_spec(spec)
-    return Sampler(engine=engine, limit=limit_here(spec))
+    return Sampler(engine=engine, limit=limit_of(engine, limit_here(spec), spec.answer_tokens))
 
 
 def limit_here(spec: EngineSpec) -> int:

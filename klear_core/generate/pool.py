@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import InferenceEngine, SamplingParams
+from klear_core.generate.engine import EngineStats, InferenceEngine, SamplingParams, combined, load_of
 from klear_core.types import Completion
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class EnginePool:
         self._max_suspects: int | None = None
         """Suspects that one engine may have at a time; halved with each further death until one is alone."""
         self._failure: BaseException | None = None
+
+        self.cache_tokens = None
 
     @property
     def limit(self) -> int:
@@ -110,6 +112,10 @@ class EnginePool:
             if slot.closing is None or not slot.is_away:  # else it is closed, or closing, already
                 slot.begin_close()
         await asyncio.gather(*(slot.closing for slot in self._slots if slot.closing is not None))
+
+    async def stats(self) -> EngineStats | None:
+        """Return the load of all engines that report theirs; see `MeasuredEngine`."""
+        return combined(await asyncio.gather(*(load_of(slot.engine) for slot in self._slots)))
 
     def status(self) -> str:
         """Return the number of open requests of each engine, in words."""

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
-from klear_core.config.evaluate import VllmEngineConfig
+from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import (
     SILENCE_S,
+    EngineStats,
     OnTokens,
     OpenRequests,
     SamplingParams,
@@ -29,7 +32,9 @@ from klear_core.generate.engine import (
     WeightSource,
     dump_offer,
 )
+from klear_core.generate.model_size import engine_fit, size_of_hf
 from klear_core.generate.model_weights import Shapes, check_shapes, tensor_shapes, wanted_shapes
+from klear_core.generate.vllm_process import QUIET, Gauge, ProcessLog, cache_tokens, environment
 from klear_core.generate.vllm_worker import WorkerExtension
 from klear_core.hf_config import FolderTokenizer, HfConfig, read_hf_config
 from klear_core.seeding import seed_for
@@ -39,10 +44,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.v1.engine.async_llm import AsyncLLM
 
+log = logging.getLogger(__name__)
+
 HANDOVER_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108
 """Folders for new weights on their way to the engine process: memory, or disk where that is too small (containers)."""
-_LOGGING = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-"""Unless the user has set these: it warns of each weight, and commands print answers and scores to standard output."""
+_LOGGING = {"VLLM_LOGGING_LEVEL": QUIET, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+"""Unless the user has set these: commands print answers and scores to standard output."""
+_CACHE_OF_PLAN = 0.8
+"""Share of the planned KV cache below which the engine warns: other processes hold memory of its GPU."""
 _HEADER_BYTES = 1 << 20
 """Upper bound on the bytes of the safetensors header."""
 
@@ -76,6 +85,7 @@ class VllmEngine:
             from vllm.outputs import WeightVersionSpan  # noqa: F401 (tells 0.32 from versions that cannot label tokens)
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
+            from vllm.v1.metrics.loggers import PrometheusStatLogger
         except ImportError as error:
             raise ResourceError(
                 'engine.kind = "vllm" needs vllm 0.32 or later: '
@@ -86,19 +96,31 @@ class VllmEngine:
         if current_platform.is_cpu():  # there all ranks take their caches from one memory
             arguments = for_cpu(arguments, free_bytes=psutil.virtual_memory().available // cfg.runtime.tensor_parallel)
         args = AsyncEngineArgs(**arguments)
+        gauge = Gauge()
         with contextlib.ExitStack() as held:
-            sockets = held.enter_context(tempfile.TemporaryDirectory(prefix="klear-", ignore_cleanup_errors=True))
-            with _environment(num_threads, sockets):
+            scratch = held.enter_context(tempfile.TemporaryDirectory(prefix="klear-", ignore_cleanup_errors=True))
+            output = ProcessLog(Path(scratch))
+            with environment(num_threads, scratch, is_cpu=current_platform.is_cpu()), output.of_children():
+                start = partial(AsyncLLM.from_engine_args, args, stat_loggers=[gauge.logger_type(PrometheusStatLogger)])
                 try:
-                    llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
-                except RuntimeError as error:  # without the cause, which only the process's log has
-                    raise ResourceError(
-                        f"vLLM did not start with {model_folder}: the first error that its EngineCore or VllmWorker "
-                        f"printed above is the cause ({error})"
-                    ) from error
-            # from here on the engine owns the folder of sockets; after an error above it is deleted
+                    llm = await asyncio.to_thread(start)
+                except RuntimeError as error:  # without the cause, which only the processes' log has
+                    raise ResourceError(f"vLLM did not start with {model_folder} ({error}){output.ending()}") from error
+            # from here on the engine owns the folder; after an error above it is deleted
             shapes = wanted_shapes(model_folder)
-            engine = cls(llm, tokenizer, shapes, version=version, held=held.pop_all(), silence_s=silence_s)
+            engine = cls(
+                llm,
+                tokenizer,
+                shapes,
+                version=version,
+                held=held.pop_all(),
+                silence_s=silence_s,
+                output=output,
+                gauge=gauge,
+            )
+        if not current_platform.is_cpu():
+            memory_gb = current_platform.get_device_total_memory() / 1e9
+            compare_cache(cfg, model_folder, tokens=engine.cache_tokens, memory_gb=memory_gb, longest=engine._max_len)
         await llm.update_weight_version(str(version))
         return engine
 
@@ -111,10 +133,14 @@ class VllmEngine:
         version: int,
         held: contextlib.ExitStack,
         silence_s: float,
+        output: ProcessLog,
+        gauge: Gauge,
     ) -> None:
         """Wrap a running `AsyncLLM`. `held` is closed with the engine."""
         self.version = version
-        self._held = held
+        self.cache_tokens = cache_tokens(llm)
+        """Tokens that its KV cache has room for."""
+        self._held, self._output, self._gauge = held, output, gauge
         self._llm, self._tokenizer, self._shapes = llm, tokenizer, shapes
         self._max_len: int = llm.model_config.max_model_len
         # vLLM reports a process that died, and not one that hangs, as in a collective call of GPUs
@@ -133,7 +159,10 @@ class VllmEngine:
         """Return what `generate` does, and call `on_tokens` with each output of vLLM before the last."""
         if not 0 < len(prompt_ids) < self._max_len:
             raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
-        return await self._open.run(self._samples(list(prompt_ids), params, on_tokens))
+        try:
+            return await self._open.run(self._samples(list(prompt_ids), params, on_tokens))
+        except ResourceError as error:
+            raise ResourceError(f"{error}{self._output.ending()}") from error
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
         """Overwrite the weights in place, without a restart. ConfigError, with nothing changed, if one does not fit.
@@ -167,6 +196,10 @@ class VllmEngine:
         """Fetch offered tensors without loading them; return a digest of what each process received."""
         found: list[str] = await self._llm.collective_rpc("digest_offered", kwargs={"offer": dump_offer(offer)})
         return found
+
+    async def stats(self) -> EngineStats | None:
+        """Return the load since the last call; see `MeasuredEngine`."""
+        return self._gauge.take()
 
     async def sleep(self) -> None:
         """Release the GPU memory: weights move to host memory, and the KV cache is dropped."""
@@ -219,6 +252,7 @@ class VllmEngine:
             seed=seed_for(params.seed, "generate/sample", sample_idx),
             stop_token_ids=list(self._tokenizer.stop_ids),
             logprobs=0,  # only that of the sampled token
+            flat_logprobs=True,  # lists of numbers; a dict for each token makes Python pause for seconds
             detokenize=False,  # `FolderTokenizer` does, with special tokens
             output_kind=RequestOutputKind.CUMULATIVE if on_tokens else RequestOutputKind.FINAL_ONLY,
         )
@@ -237,8 +271,10 @@ class VllmEngine:
         token_ids = tuple(output.token_ids)
         assert output.finish_reason in ("stop", "length", "abort"), output.finish_reason
         finish_reason = cast(FinishReason, output.finish_reason)
-        # for each token a dict by token id, which has the sampled one
-        logps = [logprobs[token_id].logprob for token_id, logprobs in zip(token_ids, output.logprobs, strict=True)]
+        flat = output.logprobs
+        firsts = flat.start_indices  # of each token's own entries, of which that of the sampled one is the first
+        assert [flat.token_ids[i] for i in firsts] == list(token_ids), "vLLM's log-probs are of other tokens"
+        logps = [flat.logprobs[i] for i in firsts]
         versions: list[int] = []
         for span in output.weight_versions or []:  # which weights sampled which tokens
             versions += [int(span.version)] * (span.end - span.start)
@@ -264,6 +300,22 @@ class VllmEngine:
             yield Path(folder)
 
 
+def compare_cache(cfg: VllmEngineConfig, model_folder: Path, *, tokens: int, memory_gb: float, longest: int) -> None:
+    """Log the size of an engine's KV cache, with a warning if it is much below the plan's."""
+    planned = engine_fit(
+        size_of_hf(read_hf_config(model_folder)), cfg, HardwareConfig(gpu_memory_gb=memory_gb), longest=longest
+    ).cache_tokens
+    found = f"the engine's KV cache holds {tokens:,} tokens, {tokens / longest:.1f} answers of {longest:,}"
+    if tokens >= _CACHE_OF_PLAN * planned:
+        log.info("%s; planned were %s", found, f"{planned:,}")
+        return
+    log.warning(
+        "%s; planned were %s: something else holds memory of its GPU, or takes it while vLLM measures what is free "
+        "(`klear doctor --gpu` names processes); engine.runtime.kv_cache_mb fixes the cache",
+        found, f"{planned:,}",
+    )  # fmt: skip
+
+
 def handover_place(num_bytes: int, places: Sequence[Path]) -> Path:
     """Return the first folder with room for this many bytes. Raise ResourceError if there is none."""
     free = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
@@ -280,41 +332,6 @@ def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, folder / "model.safetensors"
     )
-
-
-@contextlib.contextmanager
-def _environment(num_threads: int, sockets: str) -> Iterator[None]:
-    """Set the environment that the engine process inherits.
-
-    Measured on CPU: without the OMP settings two threads run ten times slower than one, bound engines share a core, and
-    the first request with log-probs waits half a minute for a compiler. `sockets` is the folder for sockets between the
-    processes, which vLLM does not delete; their full path must stay below 108 bytes.
-    """
-    wanted = {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads can deadlock
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_RPC_BASE_PATH": sockets,
-        "HF_HUB_OFFLINE": "1",  # the model is a folder
-    }
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        wanted |= {
-            "OMP_NUM_THREADS": str(num_threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # ---- vllm arguments ----
@@ -354,12 +371,19 @@ def engine_arguments(
         "seed": seed % 2**32,  # numpy's limit
         "logprobs_mode": "processed_logprobs",  # temperature included, as the learner's
         "generation_config": "vllm",  # ignore the folder's sampling defaults
-        "disable_log_stats": True,
+        "disable_log_stats": True,  # of vLLM's own loggers; `Gauge` gets the numbers all the same
+        # Explicitly, so that an actor in one of Ray's placement groups does not ask Ray for processes of its own.
+        "distributed_executor_backend": "mp" if cfg.runtime.tensor_parallel > 1 else "uni",
         "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
     }
     if cfg.runtime.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = cfg.runtime.kv_cache_mb << 20
+    if cfg.runtime.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = cfg.runtime.max_num_batched_tokens
     overrides: dict[str, Any] = {}
+    # The learner computes logits in float32 from bfloat16 states; rounded ones are 0.01 to 0.03 nats off per token.
+    if cfg.dtype == "bfloat16":
+        overrides["head_dtype"] = "float32"
     # also without YaRN, if `window` raises them
     if stretched != model.max_position_embeddings:
         overrides["max_position_embeddings"] = stretched
@@ -367,7 +391,7 @@ def engine_arguments(
         overrides["rope_parameters"] = _yarn(cfg, model, window=cfg.yarn_original_window or num_positions)
     if overrides:
         arguments["hf_overrides"] = overrides
-    return arguments
+    return arguments | {"kv_cache_dtype": cfg.kv_cache_dtype} | cfg.engine_args
 
 
 def for_cpu(arguments: Mapping[str, Any], *, free_bytes: int) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 
+from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams, SleepingEngine, TrainableEngine, WeightSource
+from klear_core.hf_config import read_hf_config
 from klear_core.prompts import load_tokenizer, render_prompt
 from klear_core.seeding import seed_for
 from klear_core.train.base_model import model_folder
@@ -194,7 +196,8 @@ class LocalLearner(LearnerHandle):
 # ---- the check at the start: engines and learner compute the same log-probs from the initial model ----
 # Seeded answers to a fixed question are sampled at the stage's temperature, at least one by each engine. Of each
 # answer, the mean distance of the engine's log-probs from the learner's must be within a tolerance. An engine with
-# other weights, positions or temperature is off by tenths of a nat and more.
+# other weights, positions or temperature is off by tenths of a nat and more. One question fills the window but for its
+# answer: positions that only long answers reach, and a cache of many blocks, are checked too.
 
 _QUESTION = "What is 17 times 23?"
 _NUM_TOKENS = 32  # most of one answer
@@ -228,27 +231,41 @@ async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: R
     if cfg.rollout.sleeps_between_rollouts:
         assert isinstance(engine, SleepingEngine), type(engine)
         await engine.sleep()
-    distance = await learner.distance([_sample(prompt_ids, completion) for completion in completions])
+    distance = await learner.distance([_sample(*answered) for answered in completions])
     dtypes = {cfg.dtype, cfg.rollout.engine.dtype}
     allowed = TOLERANCES["bfloat16" if "bfloat16" in dtypes else "float32"]
     if distance <= allowed:  # false for NaN
         return ""
+    engine_cfg = cfg.rollout.engine
+    is_refused = cfg.runtime.engine_check == "refuse"
+    if isinstance(engine_cfg, VllmEngineConfig) and engine_cfg.must_be_proved:
+        is_refused = True
+        allowed_note = "rollout.engine.kv_cache_dtype or engine_args may cause it: leave them out"
+    else:
+        allowed_note = "they may have other weights, positions or temperatures"
     note = (
         f"the engine's log-probs are {distance:.3g} nats per token from the learner's on the initial model, and "
-        f"{allowed:g} are allowed: they may have other weights, positions or temperatures"
+        f"{allowed:g} are allowed: {allowed_note}"
     )
-    if cfg.runtime.engine_check == "refuse":
-        raise TrainingError(f'{note} (runtime.engine_check = "refuse")')
+    if is_refused:
+        raise TrainingError(f'{note} (runtime.engine_check = "{cfg.runtime.engine_check}")')
     log.warning("%s", note)
     return note
 
 
-async def _answers(engine: TrainableEngine, prompt_ids: Sequence[int], setup: RlSetup) -> list[Completion]:
-    """Return a sampled answer for each of several seeds; concurrent requests go to different engines."""
+async def _answers(
+    engine: TrainableEngine, prompt_ids: Sequence[int], setup: RlSetup
+) -> list[tuple[Sequence[int], Completion]]:
+    """Return prompts with a sampled answer for each of several seeds; concurrent requests go to different engines."""
     cfg = setup.cfg
-    requests = []
+    num_new = min(_NUM_TOKENS, cfg.rollout.sampling.max_new_tokens)
     # At least one for each engine: a pool sends each request to the least busy one.
-    for i in range(max(_MIN_ANSWERS, cfg.runtime.num_rollout_actors)):
+    prompts = [prompt_ids] * max(_MIN_ANSWERS, cfg.runtime.num_rollout_actors)
+    longest = _longest_prompt(setup, num_new)
+    if longest > len(prompt_ids):
+        prompts.append((list(prompt_ids) * (longest // len(prompt_ids) + 1))[:longest])
+    requests = []
+    for i, prompt in enumerate(prompts):
         params = SamplingParams(
             num_samples=1,
             temperature=cfg.rollout.sampling.temperature,
@@ -256,11 +273,22 @@ async def _answers(engine: TrainableEngine, prompt_ids: Sequence[int], setup: Rl
             top_p=1.0,
             top_k=0,
             repetition_penalty=1.0,
-            max_new_tokens=min(_NUM_TOKENS, cfg.rollout.sampling.max_new_tokens),
+            max_new_tokens=num_new,
             seed=seed_for(setup.seed, "rl/engine_check", i),
         )
-        requests.append(engine.generate(prompt_ids, params))
-    return [completion for completions in await asyncio.gather(*requests) for completion in completions]
+        requests.append(engine.generate(prompt, params))
+    answers = await asyncio.gather(*requests)
+    return [(prompt, completion) for prompt, found in zip(prompts, answers, strict=True) for completion in found]
+
+
+def _longest_prompt(setup: RlSetup, num_new: int) -> int:
+    """Return the tokens before the last ones of the longest row that the stage trains on."""
+    rollout = setup.cfg.rollout
+    row = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
+    window = read_hf_config(model_folder(setup.model)).max_position_embeddings
+    if isinstance(rollout.engine, VllmEngineConfig) and rollout.engine.max_model_len is not None:
+        window = min(window, rollout.engine.max_model_len)
+    return min(row, window) - num_new
 
 
 def _sample(prompt_ids: Sequence[int], completion: Completion) -> TrainSample:

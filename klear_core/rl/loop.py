@@ -26,7 +26,7 @@ from klear_core.artifacts.shared import send_work
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
-from klear_core.generate.engine import SleepingEngine, TrainableEngine
+from klear_core.generate.engine import SleepingEngine, TrainableEngine, load_of
 from klear_core.metrics import METRICS_FILE, SILENT, Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.continuous import ContinuousRollouts
@@ -157,6 +157,8 @@ async def run_steps(
                     await curve.finish()
                     await sleeper.sleep()
                 update = await learner.step(samples.rows)
+                if (load := await load_of(engine)) is not None:
+                    update |= load.metrics("rl")
                 await curve.finish()  # its answers are of the weights before this step
             with phase("hand over"):
                 await sync_weights(learner, engine, sleeper, version=step + 1)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from klear_core.config.rl import MismatchConfig, RlConfig
+from klear_core.config.rl import RlConfig
 from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_mean, token_loss
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.distributed import World
@@ -86,7 +86,7 @@ def make_batch(
     # The sampler's log-probs as old ones already make the ratio span the mismatch; there is nothing to correct.
     if cfg.old_logps == "sampler":
         return batch
-    return replace(batch, correction_N=mismatch_correction(batch, cfg.mismatch, max_log_ratio=cfg.max_log_ratio))
+    return replace(batch, correction_N=mismatch_correction(batch, cfg))
 
 
 def _scale(
@@ -102,17 +102,18 @@ def _scale(
             return 1 / (denominators.num_rows * budget)
 
 
-def mismatch_correction(batch: TrainBatch, cfg: MismatchConfig, *, max_log_ratio: float) -> Tensor:
+def mismatch_correction(batch: TrainBatch, cfg: RlConfig) -> Tensor:
     """Return each token's factor: learner over sampler probability, at most `truncate_at`.
 
     It is 0 for sequences whose geometric mean of that ratio, or its inverse, is above `max_sequence_ratio`.
     """
-    gap_N = log_ratio(batch.old_logp_N, batch.sampler_logp_N).clamp(-max_log_ratio, max_log_ratio)
+    gap_N = log_ratio(batch.old_logp_N, batch.sampler_logp_N).clamp(-cfg.max_log_ratio, cfg.max_log_ratio)
     factor_N = torch.ones_like(gap_N) if cfg.truncate_at is None else gap_N.exp().clamp(max=cfg.truncate_at)
-    if cfg.max_sequence_ratio is None:
+    most = cfg.mismatch.max_sequence_ratio
+    if most is None:
         return factor_N
     # The mean of log-ratios is the log of their geometric mean; `abs` covers its inverse.
-    return factor_N.masked_fill(row_mean(gap_N, batch).abs().exp() > cfg.max_sequence_ratio, 0)
+    return factor_N.masked_fill(row_mean(gap_N, batch).abs().exp() > most, 0)
 
 
 def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutput]:
@@ -125,7 +126,7 @@ def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
         logp_C = logp_C.clamp(min=_MIN_LOGP)
         part = batch.chunk(where)
         loss_C, token = token_loss(logp_C, entropy_C, part, cfg.loss, erc=cfg.erc, max_log_ratio=cfg.max_log_ratio)
-        stats.add(token, part, entropy_C.detach(), cfg.loss, truncate_at=cfg.mismatch.truncate_at)
+        stats.add(token, part, entropy_C.detach(), cfg.loss, truncate_at=cfg.truncate_at)
         if cfg.kl_coef > 0:
             loss_C = loss_C + cfg.kl_coef * _kl(part.ref_logp_N, logp_C, cfg.max_log_ratio)
         if cfg.entropy_coef > 0:

@@ -239,8 +239,9 @@ def join_world(runtime: TrainRuntime, *, rank: int, init_method: str) -> Iterato
     `init_method` is their rendezvous (`file://...`, `tcp://host:port`).
     """
     device = pick_device(runtime.device)
-    if device.type == "cpu":
-        torch.set_num_threads(runtime.num_threads)  # torch's default can be all cores, in each rank
+    # torch's default can be all cores, in each rank; Ray's, of an actor without CPUs of its own, is one. On a GPU they
+    # matter to an optimizer whose moments are in host memory.
+    torch.set_num_threads(runtime.num_threads)
     size = runtime.num_workers
     if size > 1:
         # gloo beside NCCL: objects, and with offloading gradients and their norm, are in host memory.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from klear_core.cluster.rank_actors import RankActor, Reports
 from klear_core.config.train import TrainRuntime
-from klear_core.errors import TrainingError
+from klear_core.errors import GpuMemoryError, TrainingError
 from klear_core.metrics import Heartbeat, NullTelemetry
 
 pytest.importorskip("ray")
@@ -17,12 +19,13 @@ from klear_core.cluster.gang import Gang
 
 
 class FakeRank:
-    """Stands for an actor's handle that is asked `take_reports.options(...).remote()`."""
+    """Stands for an actor's handle that is asked `take_reports.options(...).remote()`, and for its stacks."""
 
     def __init__(self, progress: Callable[[int], Heartbeat]) -> None:
         self.num_asked = 0
         self.progress = progress
         self.take_reports = self
+        self.stacks = Stacks()
 
     def options(self, **_options: str) -> FakeRank:
         return self
@@ -30,6 +33,16 @@ class FakeRank:
     async def remote(self) -> Reports:
         self.num_asked += 1
         return Reports(items=[], progress=self.progress(self.num_asked))
+
+
+class Stacks:
+    """Answers as an actor does, from a thread of this process that hangs."""
+
+    def options(self, **_options: str) -> Stacks:
+        return self
+
+    async def remote(self) -> str:
+        return RankActor().stacks()
 
 
 def gang_of(*ranks: FakeRank) -> Gang:
@@ -64,7 +77,51 @@ def test_ranks_without_progress_are_named_with_what_they_did_last() -> None:
 
     told = (
         r"^stalled: no progress for 0\.6 s while the learner was to do a step; last done: "
-        r"learner rank 1: micro-batch 1; learner rank 0: micro-batch 7$"
+        r"learner rank 1: micro-batch 1; learner rank 0: micro-batch 7; the log has the stack of every rank$"
     )
     with pytest.raises(TrainingError, match=told):
         asyncio.run(drive())
+
+
+def hang_in_a_collective_call(is_over: threading.Event) -> None:
+    is_over.wait(60)
+
+
+def test_the_log_has_every_ranks_stack_when_they_stall(caplog: pytest.LogCaptureFixture) -> None:
+    is_over = threading.Event()
+    hanging = threading.Thread(target=hang_in_a_collective_call, args=(is_over,), daemon=True)
+    hanging.start()
+
+    async def drive() -> None:
+        await gang_of(FakeRank(stops), FakeRank(stops)).wait([asyncio.sleep(3600)], "train", stall_timeout_s=0.6)
+
+    with pytest.raises(TrainingError, match="stalled"):
+        asyncio.run(drive())
+    is_over.set()
+    told = [record.getMessage() for record in caplog.records if "had stalled" in record.getMessage()]
+    assert [line.partition(",")[0] for line in told] == ["learner rank 0", "learner rank 1"]
+    assert all("in hang_in_a_collective_call" in stacks for stacks in told)
+
+
+@pytest.mark.parametrize(("gpus", "configured", "limit"), [(1, 1800, 600), (1, 60, 60), (0, 1800, 1800)])
+def test_ranks_on_gpus_may_be_silent_for_ten_minutes_at_most(gpus: int, configured: float, limit: float) -> None:
+    runtime = TrainRuntime(device="cuda" if gpus else "cpu", stall_timeout_s=configured)
+    gang = Gang(RankActor, runtime, gpus_per_rank=gpus, telemetry=NullTelemetry())
+    assert gang.stall_s == limit
+
+
+def test_a_rank_without_gpu_memory_ends_the_stage_with_its_settings_and_is_not_waited_for() -> None:
+    """The other rank waits in a collective call; torch raises a RuntimeError for lost peers too."""
+
+    async def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 79 GiB")
+
+    async def drive() -> None:
+        gang = gang_of(FakeRank(stops), FakeRank(stops))
+        await gang.wait([asyncio.sleep(3600), out_of_memory()], "train", stall_timeout_s=600)
+
+    with pytest.raises(
+        GpuMemoryError, match=r"learner rank 1 ran out of GPU memory .*tokens_per_microbatch = 16384"
+    ) as e:
+        asyncio.run(drive())
+    assert e.value.is_permanent  # so that the stage is not repeated as it was

@@ -14,7 +14,7 @@ from decoder_folder import build_model, write_folder
 from transformers import Qwen3ForCausalLM
 from vllm_marks import HAS_VLLM, needs_vllm
 
-from klear_core.config.evaluate import VllmEngineConfig, VllmRuntime
+from klear_core.config.evaluate import OWN_ENGINE_ARGS, VllmEngineConfig, VllmRuntime
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams, TensorSpec
 from klear_core.generate.vllm_engine import VllmEngine, engine_arguments, handover_place
@@ -189,7 +189,7 @@ def test_requests_of_an_engine_process_that_hangs_fail_and_nothing_of_it_stays(t
         processes = [process for process in started if process.name().startswith("VLLM")]
         for process in processes:
             process.suspend()
-        with pytest.raises(ResourceError, match=r"^the vLLM engine gave no sign of life for 20 s$"):
+        with pytest.raises(ResourceError, match=r"^the vLLM engine gave no sign of life for 20 s"):
             await engine.generate(SHORT, params())
         await engine.close()
         return processes
@@ -317,10 +317,10 @@ def test_the_window_asked_for_widens_that_of_the_folder_and_yarn_stretches_the_w
     """So base, whose folder is as it came, and the models trained from it, whose folders have the window, are served alike."""
     base = write_folder(tmp_path / "base", build_model(max_len=256))
     trained = write_folder(tmp_path / "trained", build_model(max_len=288))
-    plain = VllmEngineConfig(max_model_len=288)
+    plain = VllmEngineConfig(dtype="float32", max_model_len=288)
     assert engine_arguments(plain, base, seed=0, window=288)["hf_overrides"] == {"max_position_embeddings": 288}
     assert "hf_overrides" not in engine_arguments(plain, trained, seed=0)
-    assert "hf_overrides" not in engine_arguments(VllmEngineConfig(), trained, seed=0, window=128)
+    assert "hf_overrides" not in engine_arguments(VllmEngineConfig(dtype="float32"), trained, seed=0, window=128)
     yarn = VllmEngineConfig(max_model_len=640, yarn_factor=2.5)
     of_base, of_trained = engine_arguments(yarn, base, seed=0, window=288), engine_arguments(yarn, trained, seed=0)
     assert of_base["hf_overrides"] == of_trained["hf_overrides"]
@@ -336,6 +336,67 @@ def test_yarn_can_stretch_the_window_of_pretraining_instead(tmp_path: Path) -> N
     assert overrides["rope_parameters"]["original_max_position_embeddings"] == 256
     with pytest.raises(ValueError, match="yarn_original_window = 256 needs a yarn_factor"):
         VllmEngineConfig(yarn_original_window=256)
+
+
+def test_a_bfloat16_model_computes_its_logits_in_float32_as_the_learner_does(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, build_model())
+    assert engine_arguments(VllmEngineConfig(), folder, seed=0)["hf_overrides"] == {"head_dtype": "float32"}
+
+
+@pytest.mark.parametrize(("tensor_parallel", "backend"), [(1, "uni"), (2, "mp")])
+def test_an_engine_never_asks_ray_for_its_processes(tmp_path: Path, tensor_parallel: int, backend: str) -> None:
+    cfg = VllmEngineConfig(runtime=VllmRuntime(tensor_parallel=tensor_parallel))
+    arguments = engine_arguments(cfg, write_folder(tmp_path, build_model()), seed=0)
+    assert arguments["distributed_executor_backend"] == backend
+
+
+def test_arguments_of_vllm_are_passed_on_and_those_that_are_ours_refused(tmp_path: Path) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 4}
+    cfg = VllmEngineConfig(kv_cache_dtype="fp8", engine_args={"speculative_config": ngram})
+    arguments = engine_arguments(cfg, write_folder(tmp_path, build_model()), seed=0)
+    assert (arguments["kv_cache_dtype"], arguments["speculative_config"]) == ("fp8", ngram)
+    assert arguments.keys() - {"speculative_config", "model"} <= OWN_ENGINE_ARGS
+    with pytest.raises(ValueError, match="hf_overrides, seed: set by Klear"):
+        VllmEngineConfig(engine_args={"seed": 1, "hf_overrides": {}, "block_size": 32})
+
+
+@needs_vllm
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_engine_that_does_not_start_says_what_its_process_said_last(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, model_of(0, is_tied=True))
+    cfg = VllmEngineConfig(dtype="float32", runtime=VllmRuntime(enforce_eager=True, kv_cache_mb=1))
+    with pytest.raises(ResourceError, match=r"(?s)vLLM did not start.*its log ends with\n.*KV cache"):
+        asyncio.run(VllmEngine.start(cfg, folder, num_threads=1, seed=0))
+
+
+@needs_vllm
+def test_an_engine_in_bfloat16_reports_its_load_and_agrees_within_its_rounding(tmp_path: Path) -> None:
+    """Prompts of several lengths, requests in flight during an update, and logits in float32, as on a GPU."""
+    model = model_of(0, is_tied=False)
+    folder = write_folder(tmp_path, model)
+    cfg = VllmEngineConfig(dtype="bfloat16", runtime=CPU_RUNTIME)
+
+    async def main() -> list[tuple[tuple[int, ...], Completion]]:
+        engine = await VllmEngine.start(cfg, folder, num_threads=1, seed=0)
+        prompts = [(65 + i, *LONG[: 20 + 5 * i]) for i in range(16)]
+        assert engine.cache_tokens is not None
+        assert engine.cache_tokens >= MAX_LEN
+        flying = [asyncio.create_task(engine.generate(p, params(max_new_tokens=60))) for p in prompts]
+        await asyncio.sleep(0.2)
+        await engine.load_weights(dict(model.state_dict()), version=7)  # the same ones: only the label changes
+        answers = await asyncio.gather(*flying)
+        load = await engine.stats()
+        assert load is not None
+        assert 0 < load.cache_usage <= 1
+        assert load.num_preempted >= 0
+        assert (await engine.stats()).cache_usage == 0  # since the last call
+        await engine.close()
+        return [(p, completion) for p, group in zip(prompts, answers, strict=True) for completion in group]
+
+    found = asyncio.run(main())
+    assert {version for _, completion in found for version in completion.policy_versions} == {0, 7}
+    reference = model.to(torch.bfloat16)
+    assert max(logp_error(reference, prompt, completion, 0.8) for prompt, completion in found) < 0.25
 
 
 def test_weights_are_handed_over_where_there_is_room(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from klear_core.config.train import GivenFolder, HfModelConfig
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.curation.curate import curate
 from klear_core.errors import ConfigError
+from klear_core.generate.model_size import model_size
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.costs.estimate import estimate
-from klear_core.pipeline.costs.model_size import model_size
 from klear_core.pipeline.graph import fingerprints_of, input_records, open_store, set_moved_aside, stages_of
 from klear_core.pipeline.plan import plan_stages
 from klear_core.pipeline.preflight.checks import problems_with

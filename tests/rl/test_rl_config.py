@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from klear_core.config.rl import OverlongConfig, RlConfig
+from klear_core.config.evaluate import VllmEngineConfig
+from klear_core.config.rl import MismatchConfig, OverlongConfig, RlConfig, RolloutConfig
 
 
 def rl(sampling: dict[str, object], **settings: object) -> RlConfig:
@@ -72,3 +73,15 @@ def test_a_synchronous_step_gives_all_cores_to_the_sampler_and_then_to_the_learn
     curve = settings.pop("curve", None)
     runtime = {"num_workers": 1, "num_threads": 2, "num_rollout_actors": 1, "rollout_threads": 2, "curve": curve}
     assert RlConfig.model_validate({"runtime": runtime, **settings}).num_cpus == num_cpus
+
+
+def test_tokens_are_corrected_for_the_mismatch_wherever_vllm_samples() -> None:
+    vllm = RolloutConfig(engine=VllmEngineConfig())
+    assert RlConfig(rollout=vllm).truncate_at == 2.0
+    assert RlConfig().truncate_at is None  # our sampler agrees to the last bits
+    assert RlConfig(rollout=vllm, old_logps="sampler").truncate_at is None  # the ratio itself is over the sampler
+    assert RlConfig(rollout=vllm, mismatch=MismatchConfig(truncate_at=5)).truncate_at == 5
+    assert RlConfig(rollout=vllm, mismatch=MismatchConfig(truncate_at="off")).truncate_at is None
+    assert RlConfig(rollout=vllm, mismatch=MismatchConfig(truncate_at=None)).truncate_at is None
+    with pytest.raises(ValueError, match=r"greater than or equal to 1|'auto' or 'off'"):
+        MismatchConfig(truncate_at=0.5)

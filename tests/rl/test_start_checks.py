@@ -16,6 +16,7 @@ from rl_builders import rl_config, tiny_base
 
 from klear_core.cluster.engine_actors import RolloutActor
 from klear_core.cluster.rank_actors import LearnerActor
+from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
@@ -95,6 +96,70 @@ def test_an_engine_that_agrees_or_that_is_not_checked_gets_no_note(base: Path, t
 def test_training_with_an_engine_that_disagrees_can_be_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"9 nats per token.*engine_check = .refuse."):
         checked(base, tmp_path, lambda logp: logp - 9, config("refuse"))
+
+
+def test_one_question_fills_the_window_but_for_its_answer(base: Path, tmp_path: Path) -> None:
+    """An engine whose positions go wrong late is found before it has sampled a long answer."""
+    cfg = config("warn")
+    setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=tmp_path)
+
+    async def main() -> tuple[str, list[int]]:
+        workers = LocalWorkers()
+        learner, engine = await workers.start(setup)
+        row = min(cfg.rollout.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens, 64)
+        late = WrongLate(engine, from_position=row - 4)
+        try:
+            return await check_engine(learner, late, setup), late.prompt_lengths
+        finally:
+            await workers.close()
+
+    note, prompt_lengths = asyncio.run(main())
+    num_new = min(32, cfg.rollout.sampling.max_new_tokens)
+    assert max(prompt_lengths) == min(cfg.rollout.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens, 64) - num_new
+    assert "nats per token" in note
+
+
+class WrongLate:
+    """An engine whose log-probs are wrong from some position of the row on."""
+
+    def __init__(self, engine: object, *, from_position: int) -> None:
+        self.engine, self.from_position = engine, from_position
+        self.prompt_lengths: list[int] = []
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        self.prompt_lengths.append(len(prompt_ids))
+        found = await self.engine.generate(prompt_ids, params)
+        first = self.from_position - len(prompt_ids)
+        return [
+            dataclasses.replace(c, logps=tuple(logp - 3.0 * (i >= first) for i, logp in enumerate(c.logps)))
+            for c in found
+        ]
+
+
+@pytest.mark.parametrize(
+    "fast", [{"kv_cache_dtype": "fp8"}, {"engine_args": {"speculative_config": {"method": "ngram"}}}]
+)
+def test_rl_refuses_to_train_with_a_fast_path_of_vllm_that_disagrees(base: Path, tmp_path: Path, fast: dict) -> None:
+    """The engine is a fake in vLLM's place: ours, with other log-probs. Without the fast path the same is a note."""
+    for engine, refuses in ((VllmEngineConfig(**fast), True), (VllmEngineConfig(), False)):
+        cfg = config("warn")
+        setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=tmp_path)
+        asked = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"engine": engine})})
+
+        async def main(setup: RlSetup = setup, asked: RlConfig = asked) -> str:
+            workers = LocalWorkers()
+            try:
+                learner, ours = await workers.start(setup)
+                disagrees = Changed(ours, lambda logp: logp - 0.5)
+                return await check_engine(learner, disagrees, dataclasses.replace(setup, cfg=asked))
+            finally:
+                await workers.close()
+
+        if refuses:
+            with pytest.raises(TrainingError, match=r"0.5 nats per token.*kv_cache_dtype or engine_args may cause it"):
+                asyncio.run(main())
+        else:
+            assert "0.5 nats per token" in asyncio.run(main())
 
 
 class Handle:

@@ -246,6 +246,7 @@ async def open_local_teacher(
         window=wanted_window(model),
         artifact=model,
         remote=remote_paths_of(workdir),
+        answer_tokens=cfg.sampling.max_new_tokens,
     )
     tokenizer = load_tokenizer(folder)
     teacher = LocalTeacher(cfg, await compute.start_sampler(spec), tokenizer, name=name)

@@ -25,6 +25,7 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, RlJob, SftJob, Stage, TagJob
 from klear_core.config.train import ModelConfig, SftConfig
+from klear_core.generate.model_size import VALUE_BYTES, ModelSize, engine_fit, planned_size
 from klear_core.pipeline.costs.memory import (
     LearnerPeak,
     learner_load,
@@ -32,7 +33,6 @@ from klear_core.pipeline.costs.memory import (
     reference_bytes,
     state_bytes,
 )
-from klear_core.pipeline.costs.model_size import VALUE_BYTES, ModelSize, engine_fit, planned_size
 from klear_core.pipeline.graph import stage_of_problems, stages_of
 
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import SftConfig
 from klear_core.errors import TrainingError
+from klear_core.generate.model_size import ModelSize
 from klear_core.pipeline.costs.memory import learner_load, learner_peak
-from klear_core.pipeline.costs.model_size import ModelSize
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import SftConfig
-from klear_core.pipeline.costs.model_size import ModelSize
+from klear_core.generate.model_size import ModelSize
 
 _LOGITS = 1 << 28
 """Logits that the head holds at a time on CUDA (`train.logps.CHUNK_LOGITS_CUDA`; importing that loads torch)."""

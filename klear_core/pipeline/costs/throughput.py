@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import SftConfig, TrainRuntime
+from klear_core.generate.model_size import ModelSize, engine_fit, step_seconds
 from klear_core.pipeline.costs.estimate import training_flops
 from klear_core.pipeline.costs.memory import learner_load, learner_peak
-from klear_core.pipeline.costs.model_size import ModelSize, engine_fit, step_seconds
 from klear_core.pipeline.preflight.capacity import known_hardware, with_margin_gb
 from klear_core.train.balance import Item, RowWork, busy_bound, distribute, lockstep_work
 

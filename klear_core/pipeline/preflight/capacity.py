@@ -23,9 +23,9 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, RlJob, Stage, TagJob
 from klear_core.config.train import NO_TORCHAO, ModelConfig, SftConfig, TrainRuntime
 from klear_core.errors import ResourceError
+from klear_core.generate.model_size import ModelSize, engine_fit, planned_size
 from klear_core.pipeline.costs.estimate import estimate, longest_sequence, num_inline_evals
 from klear_core.pipeline.costs.memory import LearnerPeak, learner_load, learner_peak, resident_bytes
-from klear_core.pipeline.costs.model_size import ModelSize, engine_fit, planned_size
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.model_checks import window_of
 
@@ -197,6 +197,8 @@ _MOST_WORKERS = 64
 """Most GPUs that are advised."""
 _MOST_OF_A_GPU = 0.9
 """Largest gpu_memory_utilization that is advised; vLLM's default."""
+_LESS = 0.8
+"""Share of a plan's memory that is advised where the plan was not enough."""
 _OFFLOADED: dict[str, int] = {"cpu_offload": True, "activation_checkpointing": True}
 
 
@@ -296,6 +298,21 @@ def _remedy(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> s
         if with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb:
             return _differences(now, changes)
     return ""
+
+
+def advice_on_memory(training: SftConfig | RlConfig, size: ModelSize) -> str:
+    """Return what to set after a learner rank has run out of the memory that the plan said was enough."""
+    peak = learner_peak(size, learner_load(training))
+    planned_gb, less_gb = with_margin_gb(peak.num_bytes), _LESS * with_margin_gb(peak.num_bytes)
+    remedy = _remedy(training, size, less_gb)
+    ways = [f"{remedy} needs {1 - _LESS:.0%} less"] if remedy else []
+    if _fits_offloaded(training, size, less_gb):
+        ways.append("cpu_offload = true with activation_checkpointing = true needs less still, and is slower")
+    told = "; ".join(ways) or "shorter rows need less"
+    return (
+        f"the plan has {planned_gb:.1f} GB for a rank with {_parts(peak)}. In the stage's runtime, {told}; "
+        "`klear doctor --gpu` names other processes on the GPU. The stage continues from its checkpoint"
+    )
 
 
 def _fits_offloaded(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> bool:

@@ -32,8 +32,8 @@ from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.stage import BaseJob, EngineUse, RlJob, SftJob, Stage
 from klear_core.config.train import HubModelConfig, LocalModel, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.errors import ConfigError, ResourceError
+from klear_core.generate.model_size import ModelSize, planned_size
 from klear_core.hf_config import HfConfig, read_hf_config
-from klear_core.pipeline.costs.model_size import ModelSize, planned_size
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.data_checks import error_messages
 

@@ -284,7 +284,7 @@ def _correction(batch: _Batch, mismatch: MismatchConfig) -> Tensor:
     old_N, sampler_N = batch.flat(batch.old_BT), batch.flat(batch.sampler_BT)
     inputs = make_batch(batch.micro, batch.rows, TokenLogps(old_N, old_N), old_N, Denominators.of(batch.rows), cfg)
     inputs = replace(inputs, sampler_logp_N=sampler_N)
-    return batch.square(mismatch_correction(inputs, cfg.mismatch, max_log_ratio=cfg.max_log_ratio))
+    return batch.square(mismatch_correction(inputs, cfg))
 
 
 def _advantage_gap(

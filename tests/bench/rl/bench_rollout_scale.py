@@ -34,8 +34,8 @@ from virtual_clock import run_virtually
 from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.generate.factory import num_slots
+from klear_core.generate.model_size import engine_fit, known_size
 from klear_core.metrics import METRICS_FILE, NullTelemetry
-from klear_core.pipeline.costs.model_size import engine_fit, known_size
 from klear_core.rl.health import Watch
 from klear_core.rl.loop import StepLog, rollouts_of, run_steps
 from klear_core.rl.rollout import PromptStream, Sampler

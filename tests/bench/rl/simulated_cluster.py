@@ -26,8 +26,8 @@ from pathlib import Path
 from klear_core.config.evaluate import HardwareConfig
 from klear_core.config.rl import RlConfig
 from klear_core.generate.engine import SamplingParams, WeightSource
+from klear_core.generate.model_size import ModelSize
 from klear_core.generate.pool import EnginePool
-from klear_core.pipeline.costs.model_size import ModelSize
 from klear_core.pipeline.costs.throughput import row_work
 from klear_core.rl.groups import cut_minibatches
 from klear_core.train.balance import Item, busy_share, distribute

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from klear_core.pipeline.costs.model_size import known_size
+from klear_core.generate.model_size import known_size
 from klear_core.pipeline.costs.throughput import draw_lengths, row_work
 from klear_core.train.balance import Item, Plan, best_fit, busy_bound, distribute, lockstep_work
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from klear_core.generate.model_size import ModelSize
 from klear_core.pipeline.costs.fake_run import LearnerCase, hf_config_of, measure
 from klear_core.pipeline.costs.memory import LearnerLoad, learner_peak
-from klear_core.pipeline.costs.model_size import ModelSize
 
 _WIDE = ModelSize(
     vocab_size=151_936, hidden_size=2048, num_layers=3, num_heads=16, num_kv_heads=8, head_dim=128, mlp_size=6144,

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from klear_core.config.evaluate import HardwareConfig, SamplingConfig, VllmEngineConfig, VllmRuntime
 from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.train import LoraConfig, SftConfig, SftOptimConfig, SftRuntime
+from klear_core.generate.model_size import ModelSize, engine_fit, known_size
 from klear_core.pipeline.costs.memory import (
     LearnerLoad,
     learner_load,
@@ -16,7 +17,6 @@ from klear_core.pipeline.costs.memory import (
     resident_bytes,
     state_bytes,
 )
-from klear_core.pipeline.costs.model_size import ModelSize, engine_fit, known_size
 from klear_core.pipeline.preflight.capacity import _fits_offloaded, _remedy, with_margin_gb
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from klear_core.config.evaluate import HardwareConfig
 from klear_core.config.rl import RlConfig
-from klear_core.pipeline.costs.model_size import known_size, step_seconds
+from klear_core.generate.model_size import known_size, step_seconds
 from klear_core.pipeline.costs.throughput import estimate_split
 
 QWEN3_8B = known_size("Qwen/Qwen3-8B")
