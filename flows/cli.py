@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, show, sweep, ui
+from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, runs, show, sweep, ui
 from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
 from klear_core.errors import ConfigError, KlearError
 
@@ -241,6 +241,7 @@ def judge(
 
 
 # Panels and commands in `klear --help` are in the order of these calls.
+app.add_typer(runs, name="runs", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(show)
 app.command(rich_help_panel=LOOK)(chat)
 rl_app.command()(replay)

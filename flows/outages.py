@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import os
 import signal
@@ -14,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import UUID
 
-from klear_core.artifacts.files import file_lock
+from klear_core.artifacts.files import file_lock, is_locked
 from klear_core.errors import reporting
 from tasks.progress import deliver_summaries, fail_fast_client
 
@@ -177,21 +176,7 @@ def killed_runs(folder: Path) -> list[tuple[UUID, Path]]:
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     # NFS keeps a file that was removed while it was open under another name: .nfs and a number.
     records = [file for file in files if not file.name.startswith(".")]
-    return [(UUID(record.name), record) for record in records if not _is_held(record)]
-
-
-def _is_held(record: Path) -> bool:
-    try:
-        fd = os.open(record, os.O_RDWR)
-    except FileNotFoundError:
-        return True  # the process has just ended normally and removed it
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(fd).st_size == 0  # an empty file is about to be locked: `file_lock` creates, locks, then writes
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+    return [(UUID(record.name), record) for record in records if not is_locked(record)]
 
 
 def _folder() -> Path:

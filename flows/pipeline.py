@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,9 +27,10 @@ from flows.servers import check_store, is_temporary_server
 from flows.sweep import MAX_ATTEMPTS
 from klear_core.artifacts.files import DiskErrors
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
+from klear_core.artifacts.runs import RunHistory, RunState
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import Stage
-from klear_core.errors import ArtifactError, KlearError, is_interrupt, reporting
+from klear_core.errors import ArtifactError, ConfigError, KlearError, is_interrupt, reporting
 from klear_core.pipeline.graph import (
     fingerprints_of,
     open_store,
@@ -42,6 +44,7 @@ from klear_core.seeding import seed_for
 from tasks import tracking
 from tasks.progress import console
 from tasks.resources import no_orphans
+from tasks.run_record import RunRecorder, new_record
 from tasks.stage import StageTask, in_workspace
 from tasks.stages import TASKS, failed_report, read_keys, report_failure
 from tasks.tracking import RunInfo
@@ -168,15 +171,44 @@ def _run_selected(
     check_store(config.workspace)
     set_moved_aside(config, chosen)
     run = PipelineRun(config=config, info=_run_info(config, _this_flow_run()), stages=stages, chosen=chosen)
-    if again:
-        ids = fingerprints_of(with_inputs(stages, again), config.workspace)
-        _set_aside_once(config.workspace, [ids[name] for name in again], run_id=run.info.run_id)
-    try:
-        with reporting_failures(run):
-            run_stages(run)
-    finally:
-        tracking.end_pipeline(run.info, tracking.status_now())
+    with recorded(run, selection):
+        if again:
+            ids = fingerprints_of(with_inputs(stages, again), config.workspace)
+            _set_aside_once(config.workspace, [ids[name] for name in again], run_id=run.info.run_id)
+        try:
+            with reporting_failures(run):
+                run_stages(run)
+        finally:
+            tracking.end_pipeline(run.info, tracking.status_now())
     return run.result()
+
+
+_STATES: Mapping[str, RunState] = {"FINISHED": "done", "FAILED": "failed", "KILLED": "cancelled"}
+
+
+@contextmanager
+def recorded(run: PipelineRun, selection: StageSelection) -> Iterator[None]:
+    """Keep the run's record, from before it looks for artifacts, so that none of them is collected, until its end."""
+    this = _this_flow_run()
+    stages = [stage for stage in run.stages if stage.name in run.chosen]
+    ids: Mapping[str, ArtifactId] = {}
+    with suppress(ConfigError):  # the file of a source is gone: the stage that needs it says so
+        ids = fingerprints_of(with_inputs(run.stages, run.chosen), run.config.workspace)
+    asked = {name: value for name, value in asdict(selection).items() if value}
+    record = new_record(run.info, run.config, stages, ids, selection=asked, has_worker=this.deployment_id is not None)
+    history = RunHistory.of(workspace_root(run.config.workspace), store=run.config.workspace.store)
+    recorder = RunRecorder(record, history, run.stages)
+    with recorder.recording(run.config):
+        try:
+            yield
+        finally:
+            error = sys.exc_info()[1]
+            page = page_of(run.stages, run.artifacts) or failed_report(run.info)
+            recorder.ended(
+                _STATES[tracking.status_now()],
+                why="" if error is None or is_interrupt(error) else f"{type(error).__name__}: {error}",
+                report=str(page) if page.is_file() else "",
+            )
 
 
 def _failing_in_one_line(run: Callable[[], PipelineResult]) -> PipelineResult:

@@ -27,7 +27,7 @@ from klear_core.pipeline.graph import fingerprints_of, open_store, set_moved_asi
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.checks import require_ready
 from klear_core.scores import number
-from tasks.progress import Attempt, set_console
+from tasks.progress import Attempt, shown_on
 from tasks.progress import Console as StageConsole
 from tasks.tracking import RunInfo, report_inputs
 
@@ -78,9 +78,9 @@ def prefect_run(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunC
         with reporting("runs that were killed are not shown as Crashed"):
             close_killed_runs()
     console = RunConsole()
-    set_console(console)
     try:
-        yield console
+        with shown_on(console):
+            yield console
     finally:
         was_interrupted = is_interrupt(sys.exc_info()[1])
         with reporting("the console could not be closed"):

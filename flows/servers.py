@@ -296,10 +296,19 @@ SURVIVES_RESTARTS = {
 """Settings of Prefect's server, unless the user has set them; for other servers see infra/prefect/README.md."""
 
 
-def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int, host: str = _LOOPBACK) -> None:
-    """Start both servers, print their addresses, restart one that ends, and stop them on Ctrl-C.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UiPorts:
+    """Ports of the pages of a workspace."""
 
-    If MLFLOW_TRACKING_URI names a server, runs are tracked there and only Prefect's is started.
+    runs: int = 5001
+    prefect: int = 4200
+    mlflow: int = 5000
+
+
+def serve_uis(root: Path, *, ports: UiPorts, host: str = _LOOPBACK) -> None:
+    """Start all servers, print their addresses, restart one that ends, and stop them on Ctrl-C.
+
+    If MLFLOW_TRACKING_URI names a server, runs are tracked there and MLflow's is not started.
     """
     from tasks.mlflow_backend import without_password
     from tasks.mlflow_database import database_file, ensure_database
@@ -307,7 +316,7 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int, host: str = _L
     from tasks.tracking import tracking_uri
 
     if host != _LOOPBACK:
-        _warn_of_visitors(host, prefect_port, mlflow_port)
+        _warn_of_visitors(host, ports.runs, ports.prefect, ports.mlflow)
     if not root.is_dir():
         typer.echo(f"{root}: nothing has run there yet; the pages fill as soon as something does")
     workspace = WorkspaceConfig(root=str(root))
@@ -317,19 +326,21 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int, host: str = _L
     if file is not None:
         ensure_database(file)  # MLflow's server would create it in place, and leave it incomplete if stopped meanwhile
     is_elsewhere = store.startswith("http")
-    wanted = [_prefect(host, prefect_port)] + ([] if is_elsewhere else [_mlflow(host, mlflow_port, store)])
+    wanted = [_runs(host, ports.runs, root), _prefect(host, ports.prefect)]
+    wanted += [] if is_elsewhere else [_mlflow(host, ports.mlflow, store)]
     for server in wanted:
-        refuse_taken_port(server.host, server.port, f"--{server.module}-port")
+        refuse_taken_port(server.host, server.port, f"--{server.name.lower()}-port")
     with no_orphans(), ExitStack() as stopped:  # no server survives this process, even if it is killed
         running = []
         for server in wanted:
-            log = root / f"{server.module}-server.log"
+            log = root / f"{server.name.lower()}-server.log"
             running.append(Supervised(server.name, server.command, server.environment, log))
             stopped.callback(running[-1].stop)
-        prefect, *others = (_wait_for(server, each) for server, each in zip(wanted, running, strict=True))
+        runs, prefect, *others = (_wait_for(server, each) for server, each in zip(wanted, running, strict=True))
         mlflow = others[0] if others else ""
         pages = without_password(store) if is_elsewhere else (mlflow and runs_page(mlflow))
-        lines = [f"Prefect  {prefect or 'does not answer yet'}", f"MLflow   {pages or 'does not answer yet'}"]
+        names = {"Runs": runs, "Prefect": prefect, "MLflow": pages}
+        lines = [f"{name:<8} {address or 'does not answer yet'}" for name, address in names.items()]
         Console(soft_wrap=True).print("\n".join([*lines, "Ctrl-C stops what was started here."]))
         while True:
             for each in running:
@@ -388,7 +399,7 @@ class _Server:
     def command(self) -> list[str]:
         """The command that runs it in the foreground."""
         address = ("--host", self.host, "--port", str(self.port))
-        return [sys.executable, "-m", self.module, "server", *self.options, *address]
+        return [sys.executable, "-m", self.module, *self.options, *address]
 
 
 def _shown(host: str) -> str:
@@ -403,13 +414,20 @@ def prefect_environment(port: int, host: str = _LOOPBACK) -> dict[str, str]:
     return kept | {"PREFECT_SERVER_API_PORT": str(port)} | api
 
 
+def _runs(host: str, port: int, root: Path) -> _Server:
+    options = (str(root.absolute()),)
+    return _Server(
+        name="Runs", module="flows.runs_page", port=port, options=options, environment={}, health="/health", host=host
+    )
+
+
 def _prefect(host: str, port: int) -> _Server:
     environment = prefect_environment(port, host)
     return _Server(
         name="Prefect",
         module="prefect",
         port=port,
-        options=("start",),
+        options=("server", "start"),
         environment=environment,
         health="/api/health",
         host=host,
@@ -418,7 +436,7 @@ def _prefect(host: str, port: int) -> _Server:
 
 def _mlflow(host: str, port: int, store: str) -> _Server:
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # job execution costs eight processes and 2 GB
-    options: tuple[str, ...] = ("--workers", "1", "--backend-store-uri", store)
+    options: tuple[str, ...] = ("server", "--workers", "1", "--backend-store-uri", store)
     if host != _LOOPBACK:
         # By default MLflow answers to addresses of private networks, but not to names.
         names = dict.fromkeys((_shown(host), host, "localhost", _LOOPBACK))

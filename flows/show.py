@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from klear_core.artifacts.hub import commit_of
+from klear_core.artifacts.index import Entry, catalog
 from klear_core.artifacts.manifest import (
     MANIFEST,
     MANIFEST_SUM,
@@ -184,16 +185,13 @@ def _only(problem_id: str, found: Sequence[Found]) -> Iterator[Found]:
 
 
 def _newest_artifacts(root: Path) -> list[tuple[Path, Manifest]]:
-    newest: dict[str, tuple[Path, Manifest]] = {}
-    for folder in LocalStore(root / "artifacts").folders():
-        try:
-            manifest = read_manifest(folder)
-        except ArtifactError:
-            continue  # damaged: a run sets it aside, with a message
-        earlier = newest.get(manifest.stage)
-        if earlier is None or earlier[1].created_at < manifest.created_at:
-            newest[manifest.stage] = (folder, manifest)
-    return sorted(newest.values(), key=lambda found: found[1].created_at)
+    newest: dict[str, Entry] = {}
+    for entry in catalog(LocalStore(root / "artifacts")).values():
+        earlier = newest.get(entry.stage)
+        if earlier is None or earlier.created_at < entry.created_at:
+            newest[entry.stage] = entry
+    folders = [root / "artifacts" / entry.name for entry in sorted(newest.values(), key=lambda own: own.created_at)]
+    return [(folder, read_manifest(folder)) for folder in folders]
 
 
 def _matching(file: Path, which: str) -> list[Mapping[str, Any]]:
@@ -233,12 +231,12 @@ def find_artifact(which: str, root: Path) -> Path:
     around = _artifact_around(path)
     if around is not None:
         return around
-    folders = LocalStore(root / "artifacts").folders()
+    stages = stages_by_folder(root)
+    folders = list(stages)
     if not folders:
         raise ArtifactError(
             f"no artifact {which!r}: there is none at all under {root}; --root names the workspace of a run"
         )
-    stages = {folder: _stage_of(folder) for folder in folders}
     name = which.replace(" ", "/")
     by_fingerprint = [f for f in folders if name and (f.name.startswith(name) or _id_of(f).startswith(name))]
     by_stage = [f for f in folders if stages[f] == which]
@@ -293,12 +291,17 @@ def name_of(folder: Path, stage: str, root: Path) -> str:
     return stage if is_newest else folder.name[:8]
 
 
-def _stage_of(folder: Path) -> str:
-    """Return the stage that made an artifact, or its kind if the manifest is damaged (opening it reports that)."""
-    try:
-        return read_manifest(folder).stage
-    except ArtifactError:
-        return folder.parent.name
+def stages_by_folder(root: Path) -> dict[Path, str]:
+    """Return the folders of all artifacts of a workspace, each with the stage that made it.
+
+    Of one whose manifest is damaged it is the kind; opening it reports the damage.
+    """
+    store = LocalStore(root / "artifacts")
+    entries = catalog(store)
+    return {
+        folder: entries[_id_of(folder)].stage if _id_of(folder) in entries else folder.parent.name
+        for folder in store.folders()
+    }
 
 
 # ---- models by name ----

@@ -52,45 +52,59 @@ class Console:
         """Show that the running stage failed; it is retried if `attempt.next_in_s` is not None."""
 
 
-class _Reporting(Console):
-    """Passes all calls to another console, whose errors (a closed terminal) neither end a stage nor hide its error."""
+class _Several(Console):
+    """Passes all calls to several consoles, whose errors (a closed terminal) neither end a stage nor hide its error."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
+        self.consoles: list[Console] = []
 
     def stage_started(self, stage: str, *, attempt: int) -> None:
         """Pass it on."""
-        with reporting(f"the start of {stage} could not be shown"):
-            self._console.stage_started(stage, attempt=attempt)
+        for each in self.consoles:
+            with reporting(f"the start of {stage} could not be shown"):
+                each.stage_started(stage, attempt=attempt)
 
     def stage_progress(self, stage: str, done: int, total: int, note: str) -> None:
         """Pass it on."""
-        with reporting(f"the progress of {stage} could not be shown", level=logging.DEBUG):
-            self._console.stage_progress(stage, done, total, note)
+        for each in self.consoles:
+            with reporting(f"the progress of {stage} could not be shown", level=logging.DEBUG):
+                each.stage_progress(stage, done, total, note)
+
+    def stage_pace(self, line: str) -> None:
+        """Pass it on."""
+        for each in self.consoles:
+            with reporting("the pace of a stage could not be shown", level=logging.DEBUG):
+                each.stage_pace(line)
 
     def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
         """Pass it on."""
-        with reporting(f"the end of {stage} could not be shown"):
-            self._console.stage_done(stage, ref, was_reused=was_reused, wall_s=wall_s)
+        for each in self.consoles:
+            with reporting(f"the end of {stage} could not be shown"):
+                each.stage_done(stage, ref, was_reused=was_reused, wall_s=wall_s)
 
     def stage_failed(self, stage: str, error: BaseException, attempt: Attempt) -> None:
         """Pass it on."""
-        with reporting(f"the failure of {stage} could not be shown"):
-            self._console.stage_failed(stage, error, attempt)
+        for each in self.consoles:
+            with reporting(f"the failure of {stage} could not be shown"):
+                each.stage_failed(stage, error, attempt)
 
 
-_console = Console()
+_shown_on = _Several()
 
 
-def set_console(console: Console) -> None:
-    """Show the stages of this process on `console`."""
-    global _console  # noqa: PLW0603  a process has one terminal
-    _console = _Reporting(console)
+@contextmanager
+def shown_on(console: Console) -> Iterator[None]:
+    """Show the stages of this process on `console`, too, while the block runs."""
+    _shown_on.consoles.append(console)
+    try:
+        yield
+    finally:
+        _shown_on.consoles.remove(console)
 
 
 def console() -> Console:
-    """Return the console that shows the stages of this process."""
-    return _console
+    """Return what passes on to all consoles that show the stages of this process."""
+    return _shown_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,17 +220,28 @@ class Pace:
             self.first = (now_s, done)
         self.done, self.total, self.note, self.last_s = done, total, note, now_s
 
+    @property
+    def per_s(self) -> float | None:
+        """Units a second since the first report; None until there are two."""
+        if self.first is None or self.done <= self.first[1] or self.last_s <= self.first[0]:
+            return None
+        return (self.done - self.first[1]) / (self.last_s - self.first[0])
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left at this speed; None if that or the total is not known, or if all is done."""
+        return (self.total - self.done) / self.per_s if self.per_s is not None and self.done < self.total else None
+
     def line(self, now_s: float) -> str:
         """Return what is done, the rate and the time left: `rl: 34 of 80, 3.2 a minute, about 14 min left, ...`."""
         if self.first is None:
             return f"{self.stage}: working for {_duration(now_s - self.started_s)}"
         parts = [f"{self.stage}: {self.done:,}{f' of {self.total:,}' if self.total else ''}"]
-        first_s, first_done = self.first
-        if self.done > first_done and self.last_s > first_s:
-            per_s = (self.done - first_done) / (self.last_s - first_s)
+        per_s = self.per_s
+        if per_s is not None:
             parts.append(_rate(per_s))
-            if self.done < self.total:
-                parts.append(f"about {_duration((self.total - self.done) / per_s)} left")
+        if self.left_s is not None:
+            parts.append(f"about {_duration(self.left_s)} left")
         if self.note:
             parts.append(self.note)
         if now_s - self.last_s >= LINE_EVERY_S:

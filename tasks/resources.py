@@ -145,10 +145,21 @@ def ray_session(needs: Needs) -> Iterator[None]:
         try:
             with _kept_signal_handlers():
                 _init(address, needs)
-            _check_cpus(ray.cluster_resources(), needs, where=where)
+            resources = ray.cluster_resources()
+            _check_cpus(resources, needs, where=where)
+            _gpus_of_cluster[:] = [int(resources.get("GPU", 0))]
             yield
         finally:
             ray.shutdown()
+
+
+_gpus_of_cluster: list[int] = []
+"""GPUs of the cluster that this process has joined or started last; empty before."""
+
+
+def gpus_in_reach() -> int:
+    """Return the GPUs that stages of this process hold: the cluster's, or this machine's if none was joined."""
+    return _gpus_of_cluster[0] if _gpus_of_cluster else gpus_here()
 
 
 def _init(address: str | None, needs: Needs) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""
 _DISK_FULL_TEXTS = (*(os.strerror(code) for code in DISK_FULL), "database or disk is full")
 """The system's texts, and SQLite's."""
+BEING_CREATED = ".being-created"
+"""Ending of a temporary file, before it gets its name."""
 _held_locks: set[int] = set()
 
 
@@ -81,6 +84,21 @@ def matching_files(pattern: str) -> list[Path]:
     return sorted(Path(found) for found in glob.glob(pattern, recursive=True) if Path(found).is_file())
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Give a file its whole content by a rename, or leave it as it was: others may read it at any time."""
+    temporary = beside(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def beside(path: Path) -> Path:
+    """Return a hidden path that no other process uses, in the folder of `path`."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}{BEING_CREATED}")
+
+
 def sync_tree(folder: Path) -> None:
     """Flush every file and folder below `folder` to disk, so that they are complete after a rename and a power cut."""
     for parent, _, names in os.walk(folder):
@@ -117,6 +135,21 @@ def file_lock(path: Path, *, on_wait: Callable[[str], None], notify_after_s: flo
     finally:
         # closing the file releases the lock; the file itself stays, for the next holder
         _held_locks.discard(fd)
+        os.close(fd)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a living process holds the lock, or is about to, or has just removed the file at its end."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(fd).st_size == 0  # an empty file is about to be locked: `file_lock` creates, locks, then writes
+    except BlockingIOError:
+        return True
+    finally:
         os.close(fd)
 
 
@@ -207,10 +240,7 @@ def _cached_hashes(files: Sequence[Path], cache: Path | None) -> list[str]:
         known[keys[i]] = sha
     if cache is not None and unknown:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        # write and rename, because several processes may plan at once
-        temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known))
-        temporary.replace(cache)
+        write_whole(cache, json.dumps(known).encode())
     return [known[key] for key in keys]
 
 

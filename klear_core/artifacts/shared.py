@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.artifacts.bucket import Bucket, transfer_all
-from klear_core.artifacts.files import file_lock, sha256_of
+from klear_core.artifacts.files import file_lock, sha256_of, write_whole
 from klear_core.artifacts.store import BUILDING, SCRATCH, SHARED
 from klear_core.errors import ArtifactError, reporting
 
@@ -38,10 +38,7 @@ def shared_url(root: Path) -> str:
 def write_shared(root: Path, url: str) -> None:
     """Remember the URL of the shared store for code that is only given a folder."""
     root.mkdir(parents=True, exist_ok=True)
-    # By a rename, because other processes may read the file at any time.
-    temporary = root / f"{SHARED}.{os.getpid()}"
-    temporary.write_text(url)
-    temporary.replace(root / SHARED)
+    write_whole(root / SHARED, url.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,10 @@ class WorkspaceConfig(Settings):
     """Seconds after which one attempt of a stage times out; None: never."""
     check_artifacts: Literal["content", "size"] = "content"
     """Check before an artifact is reused: every byte, or only file names and sizes (for stores on slow networks)."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of the log that each run keeps in the workspace: lines of text, or one JSON object a line."""
+
+    as_before = {"log_format": "text"}
 
 
 class PipelineConfig(Settings):

@@ -160,16 +160,23 @@ def test_a_browser_elsewhere_is_given_an_address_that_it_can_use():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_klear_ui_starts_without_a_workspace_keeps_both_servers_up_and_leaves_none_when_killed(tmp_path: Path):
-    ports = [free_port(), free_port()]
-    where = ["--root", str(tmp_path / "ws"), "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])]
+def test_klear_ui_starts_without_a_workspace_keeps_its_servers_up_and_leaves_none_when_killed(tmp_path: Path):
+    ports = [free_port(), free_port(), free_port()]
+    options = ("--prefect-port", "--mlflow-port", "--runs-port")
+    where = [
+        "--root",
+        str(tmp_path / "ws"),
+        *(part for pair in zip(options, map(str, ports), strict=True) for part in pair),
+    ]
     command = [sys.executable, "-c", "from flows.cli import main; main()", "ui", *where]
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own) as ui:
         assert ui.stdout is not None
-        lines = [ui.stdout.readline() for _ in range(4)]
+        lines = [ui.stdout.readline() for _ in range(5)]
         assert "nothing has run there yet" in lines[0], lines
         assert all(answers(port) for port in ports), lines
+        assert f"Runs     http://127.0.0.1:{ports[2]}" in lines[1]
+        assert "<h1>Runs" in httpx.get(f"http://127.0.0.1:{ports[2]}/").text
         leader_of(ports[1]).send_signal(signal.SIGKILL)
         assert "MLflow ended" in ui.stdout.readline()
         assert answers(ports[0])

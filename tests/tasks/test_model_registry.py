@@ -29,7 +29,7 @@ from klear_core.pipeline.graph import open_store
 from klear_core.train.base_model import prepare_base
 from tasks.mlflow_backend import mlflow_client
 from tasks.model_registry import Promotion, Registry, open_registry
-from tasks.progress import Console, set_console
+from tasks.progress import Console, shown_on
 from tasks.stages import promote
 from tasks.tracking import RunInfo, tracking_uri
 
@@ -47,7 +47,6 @@ def workspace(mlflow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    set_console(Console())
 
 
 @pytest.fixture
@@ -465,8 +464,8 @@ def test_the_second_of_two_runs_is_compared_with_the_new_champion(
     """Both decide against version 1; the other run's model is champion before this one's alias moves."""
     first, ours, theirs = (inputs_of(workspace, num, seed) for num, seed in ((20, 4), (40, 5), (58, 6)))
     run_promote(workspace, name, first, first="any")
-    set_console(Meanwhile(lambda: run_promote(workspace, name, theirs)))
-    decision = read_decision(run_promote(workspace, name, ours).path)
+    with shown_on(Meanwhile(lambda: run_promote(workspace, name, theirs))):
+        decision = read_decision(run_promote(workspace, name, ours).path)
     assert decision.rival is not None
     assert (decision.rival.version, decision.is_passed) == (2, False)
     champion = registry.champion()

@@ -21,25 +21,34 @@ from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import open_store, workspace_root
 from tasks import tracking
 from tasks.mlflow_database import ensure_database
-from tasks.progress import Attempt, Console, set_console
+from tasks.progress import Attempt, Console, console, shown_on
 from tasks.stage import is_worth_a_retry, run_stage
 from tasks.tracking import RunInfo
 
 
-class BrokenTerminal(Console):
-    """As of `klear run | head`."""
+class Terminal(Console):
+    """Once `is_broken`, as of `klear run | head`."""
+
+    is_broken = False
 
     def stage_started(self, stage: str, *, attempt: int) -> None:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        self._write()
 
     def stage_progress(self, stage: str, done: int, total: int, note: str) -> None:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        self._write()
 
     def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        self._write()
 
     def stage_failed(self, stage: str, error: BaseException, attempt: Attempt) -> None:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        self._write()
+
+    def _write(self) -> None:
+        if self.is_broken:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+TERMINAL = Terminal()
 
 
 def no_records(workspace: WorkspaceConfig) -> None:
@@ -57,7 +66,7 @@ def no_mlflow(workspace: WorkspaceConfig) -> None:
 
 
 def no_terminal(_workspace: WorkspaceConfig) -> None:
-    set_console(BrokenTerminal())
+    TERMINAL.is_broken = True
 
 
 STEPS = [no_records, no_mlflow, no_terminal]
@@ -76,8 +85,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Path) -
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "ws" / "mlflow").mkdir(parents=True)
     shutil.copy(database, tmp_path / "ws" / "mlflow")
-    yield WorkspaceConfig(root=str(tmp_path / "ws"), store=(tmp_path / "store").as_uri())
-    set_console(Console())
+    TERMINAL.is_broken = False
+    with shown_on(TERMINAL):
+        yield WorkspaceConfig(root=str(tmp_path / "ws"), store=(tmp_path / "store").as_uri())
 
 
 def run(workspace: WorkspaceConfig, end: Callable[[], None]) -> ArtifactRef:
@@ -193,3 +203,15 @@ def test_a_full_disk_is_not_an_outage_of_mlflow(workspace: WorkspaceConfig, capl
 class _State:
     def __init__(self, data: object) -> None:
         self.data = data
+
+
+def test_the_line_a_minute_reaches_every_console() -> None:
+    lines: list[str] = []
+
+    class Lines(Console):
+        def stage_pace(self, line: str) -> None:
+            lines.append(line)
+
+    with shown_on(Lines()), shown_on(Lines()):
+        console().stage_pace("rl: 3 of 8")
+    assert lines == ["rl: 3 of 8"] * 2

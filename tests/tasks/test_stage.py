@@ -18,7 +18,7 @@ from klear_core.pipeline.graph import open_store
 from tasks import tracking
 from tasks.delivery import Undelivered
 from tasks.mlflow_backend import VIEW_TAG
-from tasks.progress import Console, set_console
+from tasks.progress import Console, shown_on
 from tasks.stage import run_stage
 from tasks.tracking import RunInfo, code_commit
 
@@ -260,9 +260,8 @@ def told() -> Iterator[list[str]]:
         def stage_failed(self, stage, error, attempt):
             lines.append(f"failed {stage}: {error} ({attempt.number} of {attempt.of})")
 
-    set_console(Lines())
-    yield lines
-    set_console(Console())
+    with shown_on(Lines()):
+        yield lines
 
 
 def client(workspace: WorkspaceConfig):
