@@ -30,6 +30,8 @@ class Candidate:
     """Day of the contest as the row writes it, `2024-08-03T00:00:00`; empty if the row does not say."""
     stated_id: str = ""
     """Id that the source gave the row; empty if it gave none."""
+    cluster: str = ""
+    """Contest, subject or template that the problem shares with others; empty if the row does not say."""
 
     @property
     def problem_id(self) -> str:

@@ -295,6 +295,7 @@ def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain:
         contest_id=contest_id(fields),
         contest_date=str(fields.get("contest_date") or ""),
         stated_id=stated_id(fields),
+        cluster=schema.cluster(fields),
     )
 
 

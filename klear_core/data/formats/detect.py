@@ -28,6 +28,7 @@ from klear_core.data.formats.fields import (
     has_surrogate,
     keys,
     rating_at,
+    stated_cluster,
     text_at,
     user_message,
     value_at,
@@ -89,6 +90,9 @@ def mapped_schema(places: FieldMap) -> Schema:
         question=lambda fields: _question(fields, places),
         reference=_reference_reader(places),
         rating=lambda fields: _rating(fields, places),
+        cluster=lambda fields: (
+            str(value_at_place(fields, places.cluster)) if places.cluster else stated_cluster(fields)
+        ),
     )
 
 

@@ -30,6 +30,18 @@ Fields = Mapping[str, object]
 Name = TypeVar("Name", bound=str)
 
 
+_CLUSTER_KEYS = ("cluster", "contest_id", "subject", "family", "template")
+
+
+def stated_cluster(fields: Fields) -> str:
+    """Return the contest, subject or template that a row says its problem is of; empty if it says none."""
+    for key in _CLUSTER_KEYS:
+        value = fields.get(key)
+        if isinstance(value, str | int) and value != "":
+            return str(value)
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     """One row format: the keys that identify it and its field readers, which raise RowError and ignore unknown keys."""
@@ -43,6 +55,8 @@ class Schema:
     rating: Callable[[Fields], float | None]
     domain: Callable[[Fields], Domain | None] = field(default=lambda _fields: None)
     """For formats without references: the domain that a row states, None if it does not."""
+    cluster: Callable[[Fields], str] = field(default=stated_cluster)
+    """Contest, subject or template of the row's problem; empty if it states none."""
 
     def reference_of(self, fields: Fields, *, domain: Domain | None) -> Reference:
         """Return the row's reference; raise RowError. `domain` is that of rows which show none."""

@@ -266,8 +266,8 @@ def _other_problems(new: Evaluation, old: Evaluation, benchmark: str) -> str:
     """Return how the problems differ; empty if they are the same."""
     ours, theirs = new.problem_ids(benchmark), old.problem_ids(benchmark)
     if ours == theirs:
-        scored = new.counts.get((benchmark, "sampled"), {}).keys() & old.counts.get((benchmark, "sampled"), {}).keys()
-        return "" if scored else "no problem has a judged answer of both models"
+        is_scored = new.scored_ids(benchmark) & old.scored_ids(benchmark)
+        return "" if is_scored else "no problem has a judged answer of both models"
     return (
         f"other problems: {len(ours & theirs):,} are shared, {len(ours - theirs):,} are new, "
         f"{len(theirs - ours):,} are gone"

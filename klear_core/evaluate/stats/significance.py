@@ -2,7 +2,8 @@
 
 If the models are alike, either could have given either result of a problem, so the signs of the differences are coin
 flips. The p-value is the share of all sign choices whose sum is at least as far from zero as the one seen. It assumes
-nothing about how large the differences are. Few changed problems can show nothing, however many samples each has:
+nothing about how large the differences are. Problems of one cluster may change together: their signs flip together. Few
+changed problems can show nothing, however many samples each has:
 below six, p is above 0.05 whatever they are (`min_changed`).
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -39,13 +40,21 @@ class SignFlip:
     p: float
     """Two-sided p-value."""
     num_changed: int
-    """Problems whose score differs between the models; the others say nothing."""
+    """Problems, or clusters of problems, whose score differs between the models; the others say nothing."""
     is_exact: bool
     """Whether all sign choices were counted, up to rounding; else 99,999 random ones with a fixed seed were."""
 
 
-def sign_flip_test(differences: Sequence[Fraction]) -> SignFlip:
-    """Return the two-sided sign-flip test of the differences, one per problem."""
+def sign_flip_test(differences: Sequence[Fraction], clusters: Sequence[int] | None = None) -> SignFlip:
+    """Return the two-sided sign-flip test of the differences, one per problem.
+
+    `clusters` has the number of each problem's cluster; the test is then of their sums over clusters.
+    """
+    if clusters is not None:
+        sums: dict[int, Fraction] = {}
+        for cluster, difference in zip(clusters, differences, strict=True):
+            sums[cluster] = sums.get(cluster, Fraction(0)) + difference
+        differences = list(sums.values())
     changed = [d for d in differences if d]
     if not changed:
         return SignFlip(p=1.0, num_changed=0, is_exact=True)
@@ -82,6 +91,24 @@ def holm(p_values: Sequence[float]) -> tuple[float, ...]:
         # a later one is never smaller than an earlier one
         largest = max(largest, min(1.0, p_values[i] * (len(p_values) - rank)))
         corrected[i] = largest
+    return tuple(corrected)
+
+
+def corrected_by_question(p_values: Sequence[float], questions: Sequence[Hashable]) -> tuple[float, ...]:
+    """Return p-values corrected for the number of questions that were asked, in the given order.
+
+    The first p-value of a question answers it, by Holm's correction over the questions. Another one of the same
+    question (greedy answers beside sampled ones) is looked at only if the first shows a difference: it is multiplied by
+    the number of questions, and is never smaller than the first (serial gatekeeping, Westfall and Krishen 2001).
+    """
+    first: dict[Hashable, int] = {}
+    for i, question in enumerate(questions):
+        first.setdefault(question, i)
+    answers = dict(zip(first, holm([p_values[i] for i in first.values()]), strict=True))
+    corrected = []
+    for i, (p, question) in enumerate(zip(p_values, questions, strict=True)):
+        answer = answers[question]
+        corrected.append(answer if first[question] == i else max(answer, min(1.0, p * len(first))))
     return tuple(corrected)
 
 
