@@ -49,7 +49,7 @@ def show_plan(
     `is_exact` measures the memory of trainings on fake tensors.
     """
     from klear_core.config.settings import config_digest
-    from klear_core.pipeline.plan import detectable_lines, plan_stages
+    from klear_core.pipeline.plan import detectable_lines, gate_lines, plan_stages
     from klear_core.pipeline.preflight.checks import problems_with
     from klear_core.pipeline.preflight.exposure import given_contamination
 
@@ -67,6 +67,8 @@ def show_plan(
         console.print(_plan_table(plans))
     show_costs(console, config, chosen, is_exact=is_exact)
     for line in detectable_lines(config):
+        console.print(f"[dim]scores:[/] {escape(line)}")
+    for line in gate_lines(config):
         console.print(f"[dim]scores:[/] {escape(line)}")
     for exposure in given_contamination(config):
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")

@@ -422,12 +422,14 @@ class PromoteJob(Job):
     """Decide whether the last model becomes champion."""
 
     kind = "promote"
-    code_version = 1
+    code_version = 2
     asks_registry = True
 
     promote: PromoteConfig
     champion: Champion | None = None
     """The champion to compare with; filled in when the stage runs. None compares with the first model of the run."""
+    best: Champion | None = None
+    """The best champion before that one, if it scored more; filled in when the stage runs."""
     withdrawn: str = ""
     """Why the model was rolled back earlier; filled in when the stage runs. Empty if it was not."""
     chosen_on: dict[str, str] = {}

@@ -17,7 +17,7 @@ from klear_core.evaluate.stats.intervals import (
     paired_new_problems_interval,
     paired_rerun_interval,
 )
-from klear_core.evaluate.stats.significance import corrected_by_question, holm, sign_flip_test
+from klear_core.evaluate.stats.significance import corrected_by_question, gate_confidence, holm, sign_flip_test
 from klear_core.scores import Estimate, EvalReport, Range, read_reports
 
 _DECODINGS: tuple[Decoding, ...] = ("sampled", "greedy")
@@ -38,6 +38,8 @@ class PairedComparison(Settings):
     """Interval of the difference over other problems of this kind."""
     floor_binds: bool
     """Whether `new_problems` has the least width for so few problems, which could miss a change of two of them."""
+    corrected: Range | None = Field(default=None, exclude_if=lambda ends: ends is None)
+    """`new_problems` at a level corrected for the number of benchmarks, for the rule of the champion."""
     rerun: Range | None
     """Interval of the difference over other samples of the same problems; None for greedy answers."""
     p: float = Field(ge=0, le=1)
@@ -117,8 +119,8 @@ def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[PairedCompar
 
 
 def compare_sampled(before: Evaluation, after: Evaluation) -> tuple[PairedComparison, ...]:
-    """Compare avg@n alone: greedy answers are no part of the correction for several comparisons."""
-    compared = [c for c in _compare(before, after) if c.decoding == "sampled"]
+    """Compare avg@n alone, with the interval `corrected`: greedy answers are no part of either correction."""
+    compared = [c for c in _compare(before, after, num_tests=len(after.reports)) if c.decoding == "sampled"]
     corrected = holm([c.p for c in compared])
     return tuple(c.model_copy(update={"p_corrected": p}) for c, p in zip(compared, corrected, strict=True))
 
@@ -130,7 +132,7 @@ def read_evaluation(folder: Path) -> Evaluation:
     return Evaluation(folder=folder, reports=reports, counts=counts)
 
 
-def _compare(before: Evaluation, after: Evaluation) -> list[PairedComparison]:
+def _compare(before: Evaluation, after: Evaluation, *, num_tests: int | None = None) -> list[PairedComparison]:
     if before.reports.keys() != after.reports.keys():
         raise DataError(
             f"{before.folder} and {after.folder} cannot be compared: the one has the benchmarks "
@@ -140,17 +142,23 @@ def _compare(before: Evaluation, after: Evaluation) -> list[PairedComparison]:
     for name in after.reports:
         for decoding in _DECODINGS:
             if (name, decoding) in before.counts and (name, decoding) in after.counts:
-                comparisons.append(_compare_one(before, after, benchmark=name, decoding=decoding))
+                found = _compare_one(before, after, benchmark=name, decoding=decoding, num_tests=num_tests)
+                comparisons.append(found)
     return comparisons
 
 
-def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding) -> PairedComparison:
+def _compare_one(
+    before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding, num_tests: int | None
+) -> PairedComparison:
     counts_before, counts_after = before.counts[benchmark, decoding], after.counts[benchmark, decoding]
     pair = _scored_in_both(counts_before, counts_after)
     if pair is None:
         raise DataError(f"benchmark {benchmark!r}: the two evaluations have no scored problem in common")
     report_before, report_after = before.reports[benchmark], after.reports[benchmark]
     confidence = report_after.confidence
+    corrected = None
+    if num_tests is not None:
+        corrected = paired_new_problems_interval(*pair, confidence=gate_confidence(confidence, num_tests)).range
     # another run would give the same greedy answers
     found = _difference(*pair, confidence=confidence, has_rerun=decoding == "sampled")
     assert found.num_changed is not None, "only files of earlier versions lack it"
@@ -165,6 +173,7 @@ def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decod
         difference=found.value,
         new_problems=found.new_problems,
         floor_binds=found.floor_binds,
+        corrected=corrected,
         rerun=found.rerun,
         p=found.p,
         p_corrected=found.p,

@@ -205,6 +205,9 @@ def _random_sums(draw: np.random.Generator, sizes: npt.NDArray[np.float64], num:
 # Compute the smallest gain that a benchmark can show, from its numbers of problems and of samples, before any run.
 
 
+# What a suite can show is computed for problems whose difficulties are all equally frequent and whose gains differ.
+
+
 POWER = 0.8
 """Share of runs in which a gain of the printed size is shown, by convention (Cohen 1988)."""
 _SPREAD = 0.5
@@ -254,3 +257,97 @@ def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Det
     gain = float(np.mean(1 / (1 + np.exp(-(logits + high + spread))) - difficulty[:, None]))
     # at the largest gain that there is, nothing was seen
     return Detectable(gain=gain if high < 12.0 else None, rerun=rerun)
+
+
+# ---- chances of the champion's rule ----
+
+
+def gate_confidence(confidence: float, num_benchmarks: int) -> float:
+    """Return the level of the interval over other problems that must exclude 0 for a gain on one of the benchmarks.
+
+    Bonferroni's correction, and a fifth of the error less: so an equal candidate that loses 5 % of the problems entirely
+    is promoted in at most 3 of 100 cases on every suite of docs/promotion.md (`klear bench gate`).
+    """
+    return 1 - 0.8 * (1 - confidence) / num_benchmarks
+
+
+GATE_GAIN = 0.35
+"""Mean gain, in logits, of the better model whose chance `gate_chances` returns: 5 to 6 points where problems of all
+difficulties are equally frequent."""
+_NUM_REPLICATIONS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateBenchmark:
+    """A benchmark of a suite, as the rule of the champion sees it."""
+
+    num_problems: int
+    num_samples: int
+    margin: float
+    """Points that may be lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateChances:
+    """Chances that a model passes the rule of the champion on a suite, with a standard error of at most .025."""
+
+    equal_passes: float
+    """Chance that a model that is as good on every problem is found non-inferior on all benchmarks."""
+    better_is_promoted: float
+    """Chance that a model with a mean gain of GATE_GAIN everywhere is also found better on one."""
+
+
+def gate_chances(suite: Sequence[GateBenchmark], *, confidence: float) -> GateChances:
+    """Return the chances by simulation with a fixed seed. The sign-flip test is taken as Student's t test."""
+    passed = {}
+    for gain in (0.0, GATE_GAIN):
+        p_values, gains, are_non_inferior = [], [], []
+        for i, benchmark in enumerate(suite):
+            draw = np.random.default_rng(seed_for(0, "evaluate/gate_chances", i, str(gain)))
+            difference = _drawn_differences(draw, benchmark, gain)
+            p_values.append(_student_p(difference))
+            low = _lower_ends(difference, confidence=confidence)
+            are_non_inferior.append(100 * low > -benchmark.margin)
+            corrected = gate_confidence(confidence, len(suite))
+            gains.append((difference.mean(axis=1) > 0) & (_lower_ends(difference, confidence=corrected) > 0))
+        holm_p = np.array([holm(column) for column in np.array(p_values).T.tolist()]).T
+        is_better = ((holm_p + confidence < 1) & np.array(gains)).any(axis=0)
+        is_non_inferior = np.array(are_non_inferior).all(axis=0)
+        passed[gain] = is_non_inferior, is_better & is_non_inferior
+    return GateChances(
+        equal_passes=float(np.mean(passed[0.0][0])), better_is_promoted=float(np.mean(passed[GATE_GAIN][1]))
+    )
+
+
+def _drawn_differences(draw: np.random.Generator, benchmark: GateBenchmark, gain: float) -> npt.NDArray[np.float64]:
+    """Return the differences of two models on drawn problems, one row a replication."""
+    before = draw.uniform(size=(_NUM_REPLICATIONS, benchmark.num_problems))
+    after = before
+    if gain:
+        odds = before / (1 - before) * np.exp(draw.normal(gain, _SPREAD, before.shape))
+        after = odds / (1 + odds)
+    n = benchmark.num_samples
+    return np.asarray((draw.binomial(n, after) - draw.binomial(n, before)) / n)
+
+
+def _student_p(difference: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    from scipy.special import stdtr
+
+    num = difference.shape[1]
+    error = np.maximum(difference.std(axis=1, ddof=1), 1e-12) / math.sqrt(num)
+    return np.asarray(2 * stdtr(num - 1, -np.abs(difference.mean(axis=1)) / error))
+
+
+def _lower_ends(difference: npt.NDArray[np.float64], *, confidence: float) -> npt.NDArray[np.float64]:
+    """Return the lower end of interval B of each row; see `intervals.paired_new_problems_interval`."""
+    from scipy.special import ndtri, stdtrit
+
+    num = difference.shape[1]
+    t = float(stdtrit(num - 1, 0.5 + confidence / 2))
+    mean = difference.mean(axis=1)
+    centred = difference - mean[:, None]
+    squares = np.maximum((centred**2).sum(axis=1), 1e-12)
+    shift = (centred**3).sum(axis=1) / squares * (1 + 2 * t * t) / (6 * num)
+    floor = 2 / num * float(ndtri(0.5 + confidence / 2)) / float(ndtri(0.975))
+    half = np.maximum(t * np.sqrt(squares / (num - 1) / num), floor)
+    return np.asarray(mean + np.minimum(shift, 0) - half)
