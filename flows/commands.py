@@ -104,6 +104,30 @@ def compare(
     compare_runs(which, root=root, out=out)
 
 
+@evaluations.command(rich_help_panel=SCORE)
+def gate(
+    old: Annotated[
+        str, typer.Argument(help="The evaluation to compare with: its folder, its fingerprint, or a model's.")
+    ],
+    new: Annotated[str, typer.Argument(help="The evaluation to decide on, named likewise.")],
+    policy: Annotated[
+        Path | None,
+        typer.Option(help="TOML file: margin, margins, tiers and gain (docs/promotion.md); by default none."),
+    ] = None,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the verdict and its figures as JSON.")] = False,
+    root: Root = Path("runs"),
+) -> None:
+    """Check that an evaluation is no worse than another one. Exit status: 0 passed, 1 failed, 3 inconclusive.
+
+    klear gate sft rl
+
+    klear gate evaluate/06a1a551 evaluate/9cd23e10 --policy gate.toml
+    """
+    from flows.compare import gate_evaluations
+
+    raise typer.Exit(gate_evaluations(old, new, policy, is_json=is_json, root=root))
+
+
 @evaluations.command(rich_help_panel=LOOK)
 def champion(root: Root = Path("runs"), model: ChampionOf = "klear") -> None:
     """Show the champion in MLflow's model registry, the evidence that it was promoted on, and earlier champions.

@@ -29,6 +29,8 @@ from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import ReportJob, RlJob
 from klear_core.errors import ArtifactError, ConfigError
+from klear_core.evaluate.answers.stored import is_evaluation
+from klear_core.evaluate.compare.gate import GatePolicy, GateVerdict, gate, read_policy
 from klear_core.evaluate.compare.promotion import Decision, read_decision, short_name
 from klear_core.report.publish import write_model
 from klear_core.report.run.final_table import decision_lines
@@ -128,6 +130,35 @@ def _change(difference: DifferenceCell | None) -> str:
     on = f"{difference.num_problems:,} shared problems"  # runs of other seeds may share a few of many
     notes = "".join(f"\n{each}" for each in difference.notes)
     return f"[{style}]{difference.value}[/]\n[dim]{difference.interval}{note}\n{on}{notes}[/]"
+
+
+# ---- klear gate ----
+
+
+_GATE_STATUS: Mapping[GateVerdict, int] = {"passed": 0, "failed": 1, "inconclusive": 3}
+_MARKS: Mapping[GateVerdict, str] = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "inconclusive": "[yellow]?[/]"}
+
+
+def gate_evaluations(old: str, new: str, policy: Path | None, *, is_json: bool, root: Path) -> int:
+    """Print the verdict on the evaluation `new` against `old`, and return its exit status."""
+    rule = read_policy(policy) if policy else GatePolicy()
+    before, after = (_evaluation_named(name, root) for name in (old, new))
+    result = gate(rule, after, before)
+    if is_json:
+        Console().print_json(result.model_dump_json())
+        return _GATE_STATUS[result.verdict]
+    console = Console(highlight=False, soft_wrap=True)
+    for check in result.checks:
+        verdict: GateVerdict = "passed" if check.is_passed else "inconclusive" if check.is_inconclusive else "failed"
+        console.print(f"{_MARKS[verdict]} {escape(check.name)}: {escape(check.text)}")
+    console.print(f"{_MARKS[result.verdict]} {result.verdict}: {after.name[:8]} against {before.name[:8]}")
+    return _GATE_STATUS[result.verdict]
+
+
+def _evaluation_named(which: str, root: Path) -> Path:
+    """Return the folder of an evaluation, or of the newest one of a model."""
+    artifact = find_artifact(which, root)
+    return artifact if is_evaluation(artifact) else newest_evaluation(artifact)
 
 
 # ---- klear champion, klear rollback ----

@@ -50,7 +50,7 @@ def show_plan(
     `is_exact` measures the memory of trainings on fake tensors.
     """
     from klear_core.config.settings import config_digest
-    from klear_core.pipeline.plan import detectable_lines, plan_stages, reruns_of_upgrade
+    from klear_core.pipeline.plan import detectable_lines, gate_lines, plan_stages, reruns_of_upgrade
     from klear_core.pipeline.preflight.checks import problems_with
     from klear_core.pipeline.preflight.exposure import given_contamination
 
@@ -69,6 +69,8 @@ def show_plan(
         _show_upgrade(console, reruns_of_upgrade(config, chosen), price=config.hardware.price_per_gpu_hour)
     show_costs(console, config, chosen, is_exact=is_exact)
     for line in detectable_lines(config):
+        console.print(f"[dim]scores:[/] {escape(line)}")
+    for line in gate_lines(config):
         console.print(f"[dim]scores:[/] {escape(line)}")
     for exposure in given_contamination(config):
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")

@@ -64,6 +64,9 @@ class Estimate(Settings):
     answers, which would be the same again, and where one answer per problem would show no noise."""
     num_problems: int = Field(ge=1)
     """Problems with at least one scored sample."""
+    num_clusters: int | None = Field(default=None, exclude_if=lambda num: num is None)
+    """Clusters of problems that `new_problems` and tests are over; None if none are known, so that the problems are
+    taken as independent."""
 
 
 class Score(Estimate):
@@ -77,7 +80,11 @@ class Score(Estimate):
     def estimate(self) -> Estimate:
         """The score without the number of its samples, for files that have other counts beside it."""
         return Estimate(
-            value=self.value, new_problems=self.new_problems, rerun=self.rerun, num_problems=self.num_problems
+            value=self.value,
+            new_problems=self.new_problems,
+            rerun=self.rerun,
+            num_problems=self.num_problems,
+            num_clusters=self.num_clusters,
         )
 
 

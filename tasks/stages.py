@@ -7,14 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prefect.blocks.system import Secret
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
-from klear_core.artifacts.manifest import MANIFEST, ArtifactRef, StageSummary, read_manifest
-from klear_core.artifacts.model_files import is_same_model
+from klear_core.artifacts.manifest import ArtifactRef, StageSummary
 from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config import data_jobs as data
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
@@ -22,28 +20,22 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import (
     BaseJob,
     DistillJob,
-    EvaluateJob,
     Job,
-    PromoteJob,
     ReportJob,
     RlJob,
     SftJob,
     Stage,
     TagJob,
 )
-from klear_core.errors import ConfigError, ResourceError
+from klear_core.errors import ConfigError
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import artifact_id, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
-from klear_core.pipeline.preflight.exposure import given_contamination
 from tasks import resources
-from tasks.model_registry import Promotion, Registry, Version, artifact_name, folder_of, open_registry
+from tasks.evaluation import evaluate, promote
 from tasks.resources import open_engines_and_judges
 from tasks.stage import Inputs, StageTask, run_stage, stage, stage_task
 from tasks.tracking import RunInfo, report_inputs
-
-if TYPE_CHECKING:
-    from klear_core.evaluate.compare.promotion import Rival
 
 log = logging.getLogger(__name__)
 
@@ -261,27 +253,7 @@ def rl(job: RlJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> St
         )
 
 
-# ---- scores ----
-
-
-@stage
-def evaluate(job: EvaluateJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Make judged answers of `model` to `benchmarks`, and scores with confidence intervals."""
-    from klear_core.evaluate.run import evaluate_model
-    from klear_core.evaluate.sample import read_suite
-
-    model = inputs["model"].path
-    with open_engines_and_judges(job.evaluate.engine, job.evaluate.runtime, model, section="evaluate") as compute:
-        return evaluate_model(
-            job.evaluate,
-            job.verify,
-            read_suite(inputs["benchmarks"].path, job.benchmarks),
-            model=model,
-            seed=job.seed,
-            workdir=workdir,
-            telemetry=telemetry,
-            compute=compute,
-        )
+# ---- report ----
 
 
 @stage_task
@@ -321,165 +293,6 @@ def report_failure(
     out = failed_report(info)
     build_report(report_inputs(info, ReportJob.of(config), inputs, missing), out)
     return out
-
-
-# ---- promotion ----
-
-
-_MAX_DECISIONS = 5
-"""Most decisions of one run, if other runs keep changing the champion meanwhile."""
-
-
-@stage_task
-def promote(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
-    """Compare `evaluation`, of `model`, with the champion's, or with `first`; make `model` champion if it passes."""
-    from klear_core.evaluate.compare.promotion import read_decision
-
-    registry = open_registry(info.workspace, job.promote.registered_model)
-    for _ in range(_MAX_DECISIONS):
-        asked = _with_registry(job, registry, inputs)
-        decision = _decide(info, asked, inputs)
-        if not read_decision(decision.path).is_passed:
-            return decision
-        model, evaluation = inputs["model"], inputs["evaluation"]
-        promotion = Promotion(
-            model=artifact_name(model),
-            model_uri=model.uri,
-            evaluation=artifact_name(evaluation),
-            evaluation_uri=evaluation.uri,
-            decision=artifact_name(decision),
-            decision_uri=decision.uri,
-            run=info.run_id,
-            over=asked.champion.version if asked.champion else None,
-        )
-        if registry.promote(promotion):
-            return decision
-        log.warning("%s: another model has become champion meanwhile: deciding again", info.stage)
-    raise ResourceError(f"the champion changed {_MAX_DECISIONS} times while this run decided; run it again")
-
-
-def _with_registry(job: PromoteJob, registry: Registry, inputs: Inputs) -> PromoteJob:
-    """Return the job with its rival and the rollback of its model from the registry, and how the model was chosen."""
-    from klear_core.report.run.warnings import chosen_on
-
-    model = artifact_name(inputs["model"])
-    rival = registry.rival_of(model)
-    champion = rival.as_champion() if rival else None
-    found = {
-        "champion": champion,
-        "withdrawn": registry.withdrawn(model) or withdrawn_elsewhere(inputs["model"].path, registry.versions()),
-        "chosen_on": chosen_on(inputs["model"].path),
-    }
-    return job.model_copy(update=found)
-
-
-def withdrawn_elsewhere(model: Path, versions: Sequence[Version]) -> str:
-    """Return why the same model was rolled back as another artifact, such as the one of its training; empty if it was
-    not."""
-    own = read_manifest(model)
-    # From the newest version: the latest rollback counts.
-    for version in reversed(versions):
-        folder = folder_of(version.promotion.model_uri)
-        is_here = (folder / MANIFEST).is_file()
-        if version.rollback is not None and is_here and is_same_model(own, read_manifest(folder)):
-            return version.rollback.sentence
-    return ""
-
-
-def _decide(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
-    """Return the artifact of the decision: the same job and inputs give the same one."""
-    champion = _champion_scores(info, job, inputs)
-
-    def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:  # noqa: ARG001  there is nothing to measure
-        from klear_core.evaluate.compare.promotion import Candidate, Contender, decide
-
-        contender = Contender(
-            model=artifact_name(inputs["model"]), evaluation=artifact_name(inputs["evaluation"]), run=info.run_id
-        )
-        candidate = Candidate(
-            contender=contender,
-            evaluation=inputs["evaluation"].path,
-            contaminated=contaminated(job, inputs["model"]),
-            withdrawn=job.withdrawn,
-            chosen_on=job.chosen_on,
-        )
-        return decide(job.promote, candidate, _rival(info, job, inputs, champion), workdir=workdir)
-
-    roles = {**inputs, "champion": champion} if champion else inputs
-    return run_stage(info, job, roles, body)
-
-
-def _champion_scores(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef | None:
-    """Return the champion's scores: those that made it champion, or new ones if the rule asks for it; None if gone."""
-    from klear_core.evaluate.compare.promotion import are_comparable
-
-    champion = job.champion
-    if champion is None:
-        return None
-    found = _stored(info, champion.evaluation, champion.evaluation_uri)
-    if not job.promote.score_champion or (found and are_comparable(inputs["evaluation"].path, found.path)):
-        return found
-    model = _stored(info, champion.model, champion.model_uri)
-    if model is None:
-        log.warning("the champion cannot be scored again: its model (%s) is gone", champion.model_uri)
-        return found
-    # At position 0, so that MLflow's list of runs still shows the score of the run's own last model.
-    own = info.model_copy(update={"stage": "evaluate_champion", "position": 0})
-    scores = {"model": model, "benchmarks": inputs["benchmarks"]}
-    # `fn`: as a part of this task, and not as one more task of the flow run.
-    return evaluate.fn(own, EvaluateJob.of(job.runtime.config), scores)
-
-
-def _stored(info: RunInfo, name: str, uri: str) -> ArtifactRef | None:
-    """Return the artifact `kind/fingerprint`, from this workspace or from where it was made; None if it is gone."""
-    kind, _, fingerprint = name.partition("/")
-    found = open_store(info.workspace).find(kind, fingerprint)
-    folder = folder_of(uri)
-    if found is not None or not (folder / MANIFEST).is_file():
-        return found
-    manifest = read_manifest(folder)
-    return ArtifactRef(
-        kind=manifest.kind,
-        fingerprint=manifest.fingerprint,
-        uri=uri,
-        created_at=manifest.created_at,
-        counts=manifest.counts,
-    )
-
-
-def _rival(info: RunInfo, job: PromoteJob, inputs: Inputs, scores: ArtifactRef | None) -> Rival | None:
-    """Return the model to compare with: the champion, or without one the first model of the run if the rule asks."""
-    from klear_core.evaluate.compare.promotion import Contender, Rival
-
-    if job.champion is not None:
-        champion = job.champion
-        contender = Contender(
-            model=champion.model,
-            evaluation=artifact_name(scores) if scores else champion.evaluation,
-            run=champion.run,
-            version=champion.version,
-        )
-        return Rival(contender=contender, is_="champion", evaluation=scores.path if scores else None)
-    first = inputs.get("first")
-    if first is None or job.promote.first == "any":
-        return None
-    model = next(i for i in read_manifest(first.path).inputs if i.role == "model")
-    contender = Contender(model=f"{model.kind}/{model.fingerprint}", evaluation=artifact_name(first), run=info.run_id)
-    return Rival(contender=contender, is_="first model of the run", evaluation=first.path)
-
-
-def contaminated(job: PromoteJob, model: ArtifactRef) -> dict[str, int | None]:
-    """Return the number of each benchmark's problems that overlap with the model's training data; None if unknown."""
-    from klear_core.report.run.warnings import num_overlapping
-
-    config = job.runtime.config
-    found: dict[str, int | None] = dict(num_overlapping(model.path, [b.name for b in config.benchmarks]))
-    own_scores = next(stage.inputs["evaluation"] for stage in stages_of(config) if stage.kind == job.kind)
-    for exposure in given_contamination(config):
-        # A run may score other given models, too. What is not known of their data says nothing about this model.
-        if own_scores in exposure.scored_by:
-            found |= dict.fromkeys((*exposure.missed, *exposure.unknown))
-    return found
 
 
 TASKS: Mapping[str, StageTask] = {

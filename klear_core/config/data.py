@@ -162,6 +162,9 @@ class FieldMap(Settings):
     """Place of the difficulty: a number, or easy, medium or hard."""
     rating_top: float = Field(default=1.0, gt=0)
     """The rating of the hardest problems; ratings start at 0."""
+    cluster: str = Field(default="", exclude_if=lambda place: not place)
+    """Place of the cluster of a benchmark's problem (its contest, subject or template), for intervals and tests; empty:
+    the row's own `cluster`, `contest_id`, `subject`, `family` or `template`, if it has one."""
 
     as_before = {"solution": ""}
 

@@ -27,15 +27,19 @@ from klear_core.config.verify import JudgedStage, StageJudges, VerifyConfig, jud
 # Define the settings of promotion: the rule by which a model becomes champion.
 
 
+DEFAULT_MARGIN = 4.5
+"""Points: what RL gains on average in Klear-Reasoner's Table 1 at 32K (7.6, 5.5, 2.7, 3.1 and 3.5 points), so that a
+larger loss would undo a training stage."""
+
+
 class PromoteConfig(Settings):
     """Rule by which the last model of a run takes the champion's place; every part of it must be passed."""
 
     registered_model: str = Field(default="klear", min_length=1, pattern=r"^[^/:]+$")
     """Name of the registered model in MLflow whose alias `champion` moves. Runs that compete have the same name."""
-    margin: float = Field(default=4.5, ge=0, le=100)
+    margin: float = Field(default=DEFAULT_MARGIN, ge=0, le=100)
     """Points (of 100) that the new model may be worse than the champion on a benchmark, by the lower end of the paired
-    interval over other problems. Default: what RL gains on average in Klear-Reasoner's Table 1 at 32K (7.6, 5.5, 2.7,
-    3.1 and 3.5 points): a larger loss would undo a training stage."""
+    interval over other problems."""
     margins: dict[str, Annotated[float, Field(ge=0, le=100)]] = {}
     """Margin of single benchmarks, in points, in place of `margin`. The interval over P problems is never narrower than
     200/P points to each side."""
@@ -55,6 +59,10 @@ class PromoteConfig(Settings):
     first: Literal["better_than_first_model", "any"] = "better_than_first_model"
     """Rule where there is no champion yet: the model has to pass the comparison with the first model that its run
     scored, its base; `any` leaves the comparison out."""
+
+    def margin_of(self, benchmark: str) -> float:
+        """Return the points that the new model may be worse on a benchmark."""
+        return self.margins.get(benchmark, self.margin)
 
 
 class Champion(Settings):

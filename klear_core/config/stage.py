@@ -431,12 +431,15 @@ class PromoteJob(Job):
     """Decide whether the last model becomes champion."""
 
     kind = "promote"
-    code_version = 1
+    code_version = 2
+    code_changes = {2: "a gain must be shown on other problems, too, and the best champion so far is compared with"}
     asks_registry = True
 
     promote: PromoteConfig
     champion: Champion | None = None
     """The champion to compare with; filled in when the stage runs. None compares with the first model of the run."""
+    best: Champion | None = None
+    """The best champion before that one, if it scored more; filled in when the stage runs."""
     withdrawn: str = ""
     """Why the model was rolled back earlier; filled in when the stage runs. Empty if it was not."""
     chosen_on: dict[str, str] = {}

@@ -31,6 +31,8 @@ from klear_core.verify.math.rules import usable_references
 
 _CONTEST_IDS = "contest_ids.json"
 """File of the artifact: contest id by problem id, of the problems that have one."""
+_CLUSTERS = "clusters.json"
+"""File of the artifact: cluster by problem id, of the problems that have one."""
 _READ = "read_"
 """Prefix of a benchmark's ledger step; the benchmark's name follows."""
 
@@ -49,6 +51,7 @@ def prepare_benchmarks(
     notes: list[str] = []
     errors: list[str] = []
     contest_ids: dict[str, str] = {}
+    clusters: dict[str, str] = {}
     with build_judge_pool(runtime.verify) as judges:
         for i, benchmark in enumerate(benchmarks):
             telemetry.progress(i, len(benchmarks), benchmark.name)
@@ -66,10 +69,13 @@ def prepare_benchmarks(
             ledger.append(_ledger_step(benchmark.name, len(problems), outside.num_rows, num_left, check))
             notes += check.notes
             contest_ids |= {c.problem_id: c.contest_id for c in candidates if c.contest_id}
+            clusters |= {c.problem_id: c.cluster for c in candidates if c.cluster}
     if errors:
         raise DataError("\n".join(errors))
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / _CONTEST_IDS).write_text(json.dumps(contest_ids, indent=1, sort_keys=True))
+    if clusters:
+        (workdir / _CLUSTERS).write_text(json.dumps(clusters, indent=1, sort_keys=True))
     telemetry.progress(len(benchmarks), len(benchmarks), "done")
     counts = {"benchmarks": len(benchmarks), "problems": sum(step.num_out for step in ledger)}
     return StageSummary(counts=counts, ledger=tuple(ledger), notes=tuple(dict.fromkeys(notes)))
@@ -240,11 +246,19 @@ def check_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> None:
 
 def read_contest_ids(artifact: Path) -> dict[str, str]:
     """Return the contest ids of a benchmarks artifact by problem id; problems without one are left out."""
-    path = artifact / _CONTEST_IDS
-    if not path.exists():  # a folder without benchmarks
+    return _by_problem(artifact / _CONTEST_IDS)
+
+
+def read_clusters(artifact: Path) -> dict[str, str]:
+    """Return the clusters of a benchmarks artifact by problem id; problems without one are left out."""
+    return _by_problem(artifact / _CLUSTERS)
+
+
+def _by_problem(path: Path) -> dict[str, str]:
+    if not path.exists():  # a folder without benchmarks, or of an earlier version
         return {}
-    ids: dict[str, str] = json.loads(path.read_text())
-    return ids
+    found: dict[str, str] = json.loads(path.read_text())
+    return found
 
 
 def read_benchmarks(artifact: Path) -> Iterator[tuple[str, Problem]]:

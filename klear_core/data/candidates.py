@@ -32,6 +32,8 @@ class Candidate:
     """Id that the source gave the row; empty if it gave none."""
     solution: str = ""
     """Program that the source publishes as a solution, in Python; empty if there is none."""
+    cluster: str = ""
+    """Contest, subject or template that the problem shares with others; empty if the row does not say."""
 
     @property
     def problem_id(self) -> str:

@@ -304,6 +304,7 @@ def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain:
         contest_date=str(fields.get("contest_date") or ""),
         stated_id=stated_id(fields),
         solution=schema.solution(fields) if isinstance(reference, CodeReference) else "",
+        cluster=schema.cluster(fields),
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from klear_core.artifacts.records import read_shards
@@ -56,6 +58,8 @@ class ProblemCounts:
     """Counts of one problem's answers in one decoding."""
 
     difficulty: Difficulty = Difficulty.UNKNOWN
+    cluster: str = ""
+    """Contest, subject or template that the problem shares with others; empty if none is known."""
     num_scored: int = 0
     num_correct: int = 0
     votes: list[tuple[str | None, bool]] = field(default_factory=list)
@@ -142,7 +146,7 @@ class AnswerCounts:
         problems = [p for p in self._with(1) if difficulty in (None, p.difficulty)]
         if not problems:
             return None
-        estimates = estimates_of([p.counts for p in problems])
+        estimates = estimates_of([p.counts for p in problems], clusters=_clusters(problems))
         return _score(estimates, problems, confidence=confidence, has_rerun=has_rerun)
 
     def pass_at(self, k: int, *, confidence: float) -> PassAtK | None:
@@ -150,7 +154,7 @@ class AnswerCounts:
         problems = self._with(k)
         if not problems:
             return None
-        estimates = estimates_of([p.counts for p in problems], k=k)
+        estimates = estimates_of([p.counts for p in problems], k=k, clusters=_clusters(problems))
         return PassAtK(k=k, score=_score(estimates, problems, confidence=confidence, has_rerun=True))
 
     def stable_pass(self, k: int, *, threshold: float, confidence: float) -> StablePass | None:
@@ -161,7 +165,7 @@ class AnswerCounts:
         values = [g_pass_at_k(p.num_scored, p.num_correct, k, threshold=threshold) for p in problems]
         # The problem with the fewest answers has the largest step; a smaller one could make the interval too narrow.
         fewest = min(p.num_scored for p in problems)
-        estimates = estimates_without_noise(values, step=k / fewest)
+        estimates = estimates_without_noise(values, step=k / fewest, clusters=_clusters(problems))
         score = _score(estimates, problems, confidence=confidence, has_rerun=False)
         return StablePass(k=k, threshold=threshold, score=score)
 
@@ -175,12 +179,16 @@ class AnswerCounts:
         for problem in problems:
             answers, verdicts = zip(*problem.votes, strict=True)
             values.append(maj_at_n(answers, verdicts))
-        estimates = estimates_without_noise(values, step=1.0)
+        estimates = estimates_without_noise(values, step=1.0, clusters=_clusters(problems))
         return _score(estimates, problems, confidence=confidence, has_rerun=False)
 
     def _with(self, num_scored: int) -> list[ProblemCounts]:
         """Return the problems with at least so many scored answers."""
         return [p for p in self.problems.values() if p.num_scored >= num_scored]
+
+
+def _clusters(problems: Sequence[ProblemCounts]) -> list[str]:
+    return [problem.cluster for problem in problems]
 
 
 def _score(estimates: Estimates, problems: Sequence[ProblemCounts], *, confidence: float, has_rerun: bool) -> Score:
@@ -191,6 +199,7 @@ def _score(estimates: Estimates, problems: Sequence[ProblemCounts], *, confidenc
         rerun=rerun_interval(estimates, confidence=confidence) if has_rerun else None,
         num_problems=len(problems),
         num_samples=sum(p.num_scored for p in problems),
+        num_clusters=estimates.num_clusters,
     )
 
 
@@ -198,18 +207,24 @@ Tallies = Mapping[Decoding, AnswerCounts]
 
 
 def tally(
-    samples: Iterable[EvalSample], problems: Iterable[Problem], *, read_vote: Callable[[str], str | None] | None = None
+    samples: Iterable[EvalSample],
+    problems: Iterable[Problem],
+    *,
+    clusters: Mapping[str, str] = MappingProxyType({}),
+    read_vote: Callable[[str], str | None] | None = None,
 ) -> Tallies:
     """Count a benchmark's answers by decoding. Problems without a scored answer are kept, with counts of zero.
 
-    `read_vote` returns the answer that a response to a math problem gives, for maj@n.
+    `clusters` has the cluster of a problem by its id. `read_vote` returns the answer that a response to a math problem
+    gives, for maj@n.
     """
     tallies: Tallies = {"sampled": AnswerCounts(), "greedy": AnswerCounts()}
     is_math: dict[str, bool] = {}
     for problem in problems:
         is_math[problem.problem_id] = isinstance(problem.reference, MathReference)
         for counts in tallies.values():
-            counts.problems[problem.problem_id] = ProblemCounts(problem.difficulty)
+            cluster = clusters.get(problem.problem_id, "")
+            counts.problems[problem.problem_id] = ProblemCounts(problem.difficulty, cluster)
     for sample in samples:
         counts, verdict = tallies[sample.decoding], sample.verdict
         has_vote = is_math[sample.problem_id] and verdict.outcome.counts_for_model
@@ -227,8 +242,29 @@ CountsBy = Mapping[tuple[str, Decoding], AnswerCounts]
 def count_stored(evaluation: Path) -> CountsBy:
     """Count the answers in an evaluation's artifact folder by benchmark and decoding."""
     found: dict[tuple[str, Decoding], AnswerCounts] = defaultdict(AnswerCounts)
+    clusters = read_clusters(evaluation)
     # Only counts are kept: all answers of an evaluation would not fit into memory.
     for sample in read_shards(evaluation / SAMPLES_FOLDER, EvalSample):
         counts = found[sample.benchmark, sample.decoding]
         counts.add(sample.problem_id, sample.finish_reason, sample.verdict, sample.num_tokens)
+    for (benchmark, _), counts in found.items():
+        for problem_id, problem in counts.problems.items():
+            problem.cluster = clusters.get(benchmark, {}).get(problem_id, "")
     return dict(found)
+
+
+_CLUSTERS_FILE = "clusters.json"
+"""File of an evaluation: cluster by benchmark and problem id; absent if none are known."""
+
+
+def write_clusters(evaluation: Path, clusters: Mapping[str, Mapping[str, str]]) -> None:
+    """Write the clusters of the problems, by benchmark and problem id, unless there are none."""
+    if clusters:
+        (evaluation / _CLUSTERS_FILE).write_text(json.dumps(clusters, indent=1, sort_keys=True) + "\n")
+
+
+def read_clusters(evaluation: Path) -> Mapping[str, Mapping[str, str]]:
+    """Return the clusters of an evaluation's problems, by benchmark and problem id; empty if none are known."""
+    path = evaluation / _CLUSTERS_FILE
+    found: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
+    return found

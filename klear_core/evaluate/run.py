@@ -25,7 +25,7 @@ from klear_core.config.curate import TagConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
-from klear_core.evaluate.counts import ProblemCounts, tally
+from klear_core.evaluate.counts import ProblemCounts, tally, write_clusters
 from klear_core.evaluate.sample import AnswerWorker, Benchmark, EvalSetup, plan_answers, plan_suite
 from klear_core.evaluate.score import (
     judge_record,
@@ -187,15 +187,17 @@ def report_scores(
     ledger: list[LedgerStep] = []
     for benchmark in suite:
         name, problems = benchmark.name, benchmark.problems
-        tallies = tally(_stored(cfg, benchmark, workdir), problems, read_vote=read_vote)
+        clusters = benchmark.clusters
+        tallies = tally(_stored(cfg, benchmark, workdir), problems, clusters=clusters, read_vote=read_vote)
         report = make_report(tallies, cfg, benchmark=name, num_samples=benchmark.num_samples, seed=seed, judge=judge)
         ledger.append(ledger_step(name, tallies))
         templates: list[TemplateScore] = []
         for template in cfg.templates:
-            tallies = tally(_stored(cfg, benchmark, workdir, template), problems)
+            tallies = tally(_stored(cfg, benchmark, workdir, template), problems, clusters=clusters)
             templates.append(template_score(tallies, cfg, template=template, benchmark=name))
             ledger.append(ledger_step(f"{name}_{template}", tallies))
         reports.append(report.model_copy(update={"templates": tuple(templates)}))
+    write_clusters(workdir, {benchmark.name: benchmark.clusters for benchmark in suite if benchmark.clusters})
     write_reports(workdir, tuple(reports))
     metrics: dict[str, float] = {}
     counts: dict[str, int | float] = {}

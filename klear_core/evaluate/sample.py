@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from klear_core.artifacts.records import Shard, plan_shards, read_shard, read_shards, write_shard
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.evaluate import QUESTION, EvaluateConfig, SamplingConfig
+from klear_core.data.benchmarks import read_clusters
 from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
 from klear_core.generate.factory import LongestFirst
@@ -33,6 +34,8 @@ class Benchmark:
     name: str
     problems: tuple[Problem, ...]
     num_samples: int
+    clusters: Mapping[str, str] = field(default_factory=dict)
+    """Cluster by problem id; problems without one are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +53,12 @@ class PlannedAnswer:
 def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchmark]:
     """Read these benchmarks from the benchmarks' artifact folder; problems are unique, and each has at least one."""
     suite = []
+    by_problem = read_clusters(folder)
     for cfg in configs:
         problems = tuple(read_shards(folder / cfg.name, Problem))
-        suite.append(Benchmark(name=cfg.name, problems=problems, num_samples=cfg.num_samples))
+        ids = (problem.problem_id for problem in problems)
+        clusters = {problem_id: by_problem[problem_id] for problem_id in ids if problem_id in by_problem}
+        suite.append(Benchmark(name=cfg.name, problems=problems, num_samples=cfg.num_samples, clusters=clusters))
     return suite
 
 

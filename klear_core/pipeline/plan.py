@@ -20,9 +20,10 @@ from klear_core.config.stage import EngineUse, Job, Stage
 from klear_core.config.train import TrainRuntime
 from klear_core.distill.teachers.fleet import BlockKeys
 from klear_core.errors import ArtifactError, ConfigError
-from klear_core.evaluate.stats.significance import detectable
+from klear_core.evaluate.stats.significance import GATE_GAIN, GateBenchmark, detectable, gate_chances
 from klear_core.pipeline.costs.estimate import estimate, gpus_held
 from klear_core.pipeline.graph import fingerprints_of, input_records, open_store, stages_of, with_inputs
+from klear_core.scores import percent
 
 _ABSENT = "(not set)"
 
@@ -372,12 +373,12 @@ def _gb_in(folder: Path) -> float:
 def detectable_lines(config: PipelineConfig) -> Iterator[str]:
     """Yield a sentence for each benchmark whose number of problems the config has."""
     for benchmark in config.benchmarks:
-        num_problems = _num_problems(benchmark)
-        if num_problems is None:
+        num = num_problems(benchmark)
+        if num is None:
             continue
         n = benchmark.num_samples
-        found = detectable(num_problems, n, confidence=config.evaluate.confidence)
-        start = f"{benchmark.name}, {num_problems:,} problems, n = {n}: "
+        found = detectable(num, n, confidence=config.evaluate.confidence)
+        start = f"{benchmark.name}, {num:,} problems, n = {n}: "
         if found.gain is None:
             seen = "too few problems to show any gain"
         else:
@@ -385,7 +386,28 @@ def detectable_lines(config: PipelineConfig) -> Iterator[str]:
         yield f"{start}{seen}; two runs of one model differ by up to {100 * found.rerun:.1f} points"
 
 
-def _num_problems(benchmark: BenchmarkConfig) -> int | None:
+def gate_lines(config: PipelineConfig) -> Iterator[str]:
+    """Yield the chances that models pass the rule of the champion, if all numbers of problems are known."""
+    rule = config.promote
+    suite = []
+    for benchmark in config.benchmarks:
+        num = num_problems(benchmark)
+        if rule is None or num is None or num < 2:
+            return
+        margin = rule.margin_of(benchmark.name)
+        suite.append(GateBenchmark(num_problems=num, num_samples=benchmark.num_samples, margin=margin))
+    if suite:
+        found = gate_chances(suite, confidence=config.evaluate.confidence)
+        yield (
+            f"promote: an equal model is found non-inferior in {percent(found.equal_passes, 0)} of runs, one with a "
+            f"gain of {GATE_GAIN} logits everywhere is promoted in {percent(found.better_is_promoted, 0)}"
+        )
+
+
+def num_problems(benchmark: BenchmarkConfig) -> int | None:
+    """Return a benchmark's number of problems, as far as the config has it."""
+    if benchmark.num_problems is not None:
+        return benchmark.num_problems
     if isinstance(benchmark.source, GeneratedSource):
         return benchmark.source.num_problems
     return benchmark.expected_rows

@@ -46,14 +46,12 @@ def test_only_the_stages_that_the_changelog_names_run_again_after_an_upgrade():
 
 def test_a_new_code_version_says_what_it_does_otherwise_in_the_words_of_the_changelog():
     unreleased = (ROOT / "CHANGELOG.md").read_text().partition(f"## {RELEASED}")[0]
-    reasons = {
-        kind: line for line in unreleased.splitlines() for kind in re.findall(r"`(\w+)`", line) if "Runs again" in line
-    }
+    lines = [line for line in unreleased.splitlines() if "Runs again" in line]
     for profile in sorted({name.partition("/")[0] for name in OLD}):
         for stage in stages_of(load_profile(ROOT / "configs" / profile, [])):
             released = OLD.get(f"{profile}/{stage.name}", [None, stage.job.code_version])[1]
             for version in range(released + 1, stage.job.code_version + 1):
-                assert stage.job.code_changes[version] in reasons[stage.kind]
+                assert any(f"`{stage.kind}`" in line and stage.job.code_changes[version] in line for line in lines)
 
 
 def test_no_stage_of_a_released_profile_is_gone():

@@ -27,10 +27,10 @@ from klear_core.evaluate.compare.promotion import are_comparable, read_decision
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import open_store
 from klear_core.train.base_model import prepare_base
+from tasks.evaluation import promote
 from tasks.mlflow_backend import mlflow_client
 from tasks.model_registry import Promotion, Registry, open_registry
 from tasks.progress import Console, shown_on
-from tasks.stages import promote
 from tasks.tracking import RunInfo, tracking_uri
 
 _names = count()

@@ -11,7 +11,7 @@ from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig
 from klear_core.config.stage import PromoteJob
 from klear_core.config.train import GivenConfig, GivenFolder
-from tasks.stages import contaminated
+from tasks.evaluation import contaminated
 
 BENCH = BenchmarkConfig(name="b", source=ProceduralSource(split="heldout"))
 UNKNOWN = GivenFolder(path="unknown")

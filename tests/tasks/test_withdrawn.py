@@ -10,8 +10,8 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base_model import prepare_base
+from tasks.evaluation import withdrawn_elsewhere
 from tasks.model_registry import Promotion, Rollback, Version
-from tasks.stages import withdrawn_elsewhere
 
 TINY = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 RUDE = Rollback(by="ann", why="rude", to=1, at="2026-01-01T00:00:00+00:00")

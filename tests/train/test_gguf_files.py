@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from gguf_models import TEXT, write_model
+from klear_core.pipeline.costs.model_size import model_size
 from safetensors.torch import load_file
 from tiny_models import tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,7 +24,6 @@ from klear_core.errors import ConfigError
 from klear_core.gguf_header import read_gguf_header
 from klear_core.hf_config import FolderTokenizer, check_gguf, read_hf_config
 from klear_core.metrics import NullTelemetry
-from klear_core.pipeline.costs.model_size import model_size
 from klear_core.pipeline.graph import fingerprints_of, set_moved_aside, stages_of
 from klear_core.pipeline.preflight.checks import problems_with
 from klear_core.train.base_model import model_folder, prepare_base, take_model

@@ -30,6 +30,7 @@ from klear_core.data.formats.fields import (
     program_in,
     published_program,
     rating_at,
+    stated_cluster,
     text_at,
     user_message,
     value_at,
@@ -92,6 +93,9 @@ def mapped_schema(places: FieldMap) -> Schema:
         reference=_reference_reader(places),
         rating=lambda fields: _rating(fields, places),
         solution=lambda fields: _solution(fields, places),
+        cluster=lambda fields: (
+            str(value_at_place(fields, places.cluster)) if places.cluster else stated_cluster(fields)
+        ),
     )
 
 

@@ -77,6 +77,18 @@ def _is_python(text: str) -> bool:
         return False
 
 
+_CLUSTER_KEYS = ("cluster", "contest_id", "subject", "family", "template")
+
+
+def stated_cluster(fields: Fields) -> str:
+    """Return the contest, subject or template that a row says its problem is of; empty if it says none."""
+    for key in _CLUSTER_KEYS:
+        value = fields.get(key)
+        if isinstance(value, str | int) and value != "":
+            return str(value)
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     """One row format: the keys that identify it and its field readers, which raise RowError and ignore unknown keys."""
@@ -92,6 +104,8 @@ class Schema:
     """For formats without references: the domain that a row states, None if it does not."""
     solution: Callable[[Fields], str] = published_program
     """For code problems: the program that the row publishes as a solution, empty if there is none in Python."""
+    cluster: Callable[[Fields], str] = field(default=stated_cluster)
+    """Contest, subject or template of the row's problem; empty if it states none."""
 
     def reference_of(self, fields: Fields, *, domain: Domain | None) -> Reference:
         """Return the row's reference; raise RowError. `domain` is that of rows which show none."""

@@ -10,14 +10,14 @@ from pydantic import Field
 
 from klear_core.config.settings import Settings, result_settings
 from klear_core.errors import DataError
-from klear_core.evaluate.counts import AnswerCounts, Counts, Decoding, count_stored
+from klear_core.evaluate.counts import AnswerCounts, CountsBy, Decoding, count_stored
 from klear_core.evaluate.stats.intervals import (
     Estimates,
     estimates_of,
     paired_new_problems_interval,
     paired_rerun_interval,
 )
-from klear_core.evaluate.stats.significance import holm, sign_flip_test
+from klear_core.evaluate.stats.significance import corrected_by_question, gate_confidence, holm, sign_flip_test
 from klear_core.scores import Estimate, EvalReport, Range, read_reports
 
 _DECODINGS: tuple[Decoding, ...] = ("sampled", "greedy")
@@ -38,14 +38,18 @@ class PairedComparison(Settings):
     """Interval of the difference over other problems of this kind."""
     floor_binds: bool
     """Whether `new_problems` has the least width for so few problems, which could miss a change of two of them."""
+    corrected: Range | None = Field(default=None, exclude_if=lambda ends: ends is None)
+    """`new_problems` at a level corrected for the number of benchmarks, for the rule of the champion."""
     rerun: Range | None
     """Interval of the difference over other samples of the same problems; None for greedy answers."""
     p: float = Field(ge=0, le=1)
     """Two-sided p-value of the sign-flip test."""
     p_corrected: float = Field(ge=0, le=1)
-    """`p` by Holm's correction for all comparisons that were made together; it decides whether the models differ."""
+    """`p` corrected for all questions that were asked together; it decides whether the models differ."""
     num_changed: int = Field(ge=0)
     """Problems with different scores; fewer than six are too few for a test at 95 %."""
+    num_clusters: int | None = Field(default=None, exclude_if=lambda num: num is None)
+    """Clusters of problems that interval and test are over, and that `num_changed` counts; None: single problems."""
     confidence: float = Field(gt=0, lt=1)
     is_same_decoding: bool
     """Whether both models were decoded with the same settings; if not, these may explain part of the difference."""
@@ -73,13 +77,18 @@ class Evaluation:
 
     folder: Path
     reports: Mapping[str, EvalReport]
-    counts: Mapping[tuple[str, Decoding], Counts]
+    counts: CountsBy
+    """Counts of the benchmarks and decodings that have a scored answer."""
 
     def problem_ids(self, benchmark: str) -> frozenset[str]:
         """Return the ids of all problems of a benchmark that were asked, scored or not."""
-        scored = self.counts.get((benchmark, "sampled"), {})
         # The counts lack problems without a judged answer, and the report lists these alone.
-        return frozenset([*scored, *self.reports[benchmark].unscored_problems])
+        return self.scored_ids(benchmark) | frozenset(self.reports[benchmark].unscored_problems)
+
+    def scored_ids(self, benchmark: str) -> frozenset[str]:
+        """Return the ids of the problems with a scored sample."""
+        counts = self.counts.get((benchmark, "sampled"))
+        return frozenset(counts.scored if counts else ())
 
 
 def compare(before: Path, after: Path) -> tuple[PairedComparison, ...]:
@@ -91,14 +100,18 @@ def compare(before: Path, after: Path) -> tuple[PairedComparison, ...]:
 def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[PairedComparison, ...]]:
     """Compare pairs of evaluations, before and after, on each benchmark and in each decoding that both have.
 
-    p-values are corrected for all comparisons of the call. The confidence level is that of the later evaluation. Raise
-    DataError if the benchmarks of a pair differ or one has no scored problem in common.
+    p-values are corrected for all questions of the call: one for each pair and benchmark, which sampled answers decide
+    where there are any. A pair of the same evaluation is no question and has no comparison. The confidence level is
+    that of the later evaluation. Raise DataError if the benchmarks of a pair differ or one has no scored problem in
+    common.
     """
     folders = dict.fromkeys(folder for pair in pairs for folder in pair)
     # An evaluation is in several pairs; its answers are read once.
     evaluations = {folder: read_evaluation(folder) for folder in folders}
-    compared = [_compare(evaluations[before], evaluations[after]) for before, after in pairs]
-    corrected = iter(holm([c.p for comparisons in compared for c in comparisons]))
+    compared = [_compare(evaluations[before], evaluations[after]) if before != after else [] for before, after in pairs]
+    p_values = [c.p for comparisons in compared for c in comparisons]
+    questions = [(pair, c.benchmark) for pair, comparisons in enumerate(compared) for c in comparisons]
+    corrected = iter(corrected_by_question(p_values, questions))
     results = []
     for comparisons in compared:
         results.append(tuple(c.model_copy(update={"p_corrected": next(corrected)}) for c in comparisons))
@@ -106,8 +119,8 @@ def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[PairedCompar
 
 
 def compare_sampled(before: Evaluation, after: Evaluation) -> tuple[PairedComparison, ...]:
-    """Compare avg@n alone: greedy answers are no part of the correction for several comparisons."""
-    compared = [c for c in _compare(before, after) if c.decoding == "sampled"]
+    """Compare avg@n alone, with the interval `corrected`: greedy answers are no part of either correction."""
+    compared = [c for c in _compare(before, after, num_tests=len(after.reports)) if c.decoding == "sampled"]
     corrected = holm([c.p for c in compared])
     return tuple(c.model_copy(update={"p_corrected": p}) for c, p in zip(compared, corrected, strict=True))
 
@@ -115,11 +128,11 @@ def compare_sampled(before: Evaluation, after: Evaluation) -> tuple[PairedCompar
 def read_evaluation(folder: Path) -> Evaluation:
     """Read the reports and count the answers of an evaluation's artifact folder."""
     reports = {report.benchmark: report for report in read_reports(folder)}
-    counts = {key: found.scored for key, found in count_stored(folder).items() if found.scored}
+    counts = {key: found for key, found in count_stored(folder).items() if found.scored}
     return Evaluation(folder=folder, reports=reports, counts=counts)
 
 
-def _compare(before: Evaluation, after: Evaluation) -> list[PairedComparison]:
+def _compare(before: Evaluation, after: Evaluation, *, num_tests: int | None = None) -> list[PairedComparison]:
     if before.reports.keys() != after.reports.keys():
         raise DataError(
             f"{before.folder} and {after.folder} cannot be compared: the one has the benchmarks "
@@ -129,17 +142,23 @@ def _compare(before: Evaluation, after: Evaluation) -> list[PairedComparison]:
     for name in after.reports:
         for decoding in _DECODINGS:
             if (name, decoding) in before.counts and (name, decoding) in after.counts:
-                comparisons.append(_compare_one(before, after, benchmark=name, decoding=decoding))
+                found = _compare_one(before, after, benchmark=name, decoding=decoding, num_tests=num_tests)
+                comparisons.append(found)
     return comparisons
 
 
-def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding) -> PairedComparison:
+def _compare_one(
+    before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding, num_tests: int | None
+) -> PairedComparison:
     counts_before, counts_after = before.counts[benchmark, decoding], after.counts[benchmark, decoding]
     pair = _scored_in_both(counts_before, counts_after)
     if pair is None:
         raise DataError(f"benchmark {benchmark!r}: the two evaluations have no scored problem in common")
     report_before, report_after = before.reports[benchmark], after.reports[benchmark]
     confidence = report_after.confidence
+    corrected = None
+    if num_tests is not None:
+        corrected = paired_new_problems_interval(*pair, confidence=gate_confidence(confidence, num_tests)).range
     # another run would give the same greedy answers
     found = _difference(*pair, confidence=confidence, has_rerun=decoding == "sampled")
     assert found.num_changed is not None, "only files of earlier versions lack it"
@@ -148,16 +167,18 @@ def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decod
         benchmark=benchmark,
         decoding=decoding,
         num_problems=found.num_problems,
-        num_unpaired=len(counts_before.keys() ^ counts_after.keys()),
+        num_unpaired=len(counts_before.scored.keys() ^ counts_after.scored.keys()),
         before=pair[0].mean,
         after=pair[1].mean,
         difference=found.value,
         new_problems=found.new_problems,
         floor_binds=found.floor_binds,
+        corrected=corrected,
         rerun=found.rerun,
         p=found.p,
         p_corrected=found.p,
         num_changed=found.num_changed,
+        num_clusters=found.num_clusters,
         confidence=confidence,
         is_same_decoding=result_settings(report_before.decoding) == result_settings(report_after.decoding),
     )
@@ -175,36 +196,42 @@ class PairedDifference(Estimate):
     p: float
     """p-value of the sign-flip test, not corrected for the number of comparisons."""
     num_changed: int | None = None
-    """Problems with different scores; None in files of earlier versions."""
+    """Problems, or clusters of them, with different scores; None in files of earlier versions."""
     floor_binds: bool | None = None
     """Whether `new_problems` is as narrow as so few problems allow; None in files of earlier versions."""
 
 
 def paired_difference(before: AnswerCounts, after: AnswerCounts, *, confidence: float) -> PairedDifference | None:
     """Return the mean difference over the problems scored in both, after minus before; None if there is none."""
-    pair = _scored_in_both(before.scored, after.scored)
+    pair = _scored_in_both(before, after)
     if pair is None:
         return None
     return _difference(*pair, confidence=confidence, has_rerun=before.has_several and after.has_several)
 
 
-def _scored_in_both(before: Counts, after: Counts) -> tuple[Estimates, Estimates] | None:
+def _scored_in_both(before: AnswerCounts, after: AnswerCounts) -> tuple[Estimates, Estimates] | None:
     """Return both scores of each problem that has both, in one order; None if no problem has."""
-    shared = sorted(before.keys() & after.keys())  # sorted: sums must not depend on the order of a set
+    scores = before.scored, after.scored
+    shared = sorted(scores[0].keys() & scores[1].keys())  # sorted: sums must not depend on the order of a set
     if not shared:
         return None
-    return estimates_of([before[i] for i in shared]), estimates_of([after[i] for i in shared])
+    # an evaluation of an earlier version does not know the clusters of its problems
+    clusters = [after.problems[i].cluster or before.problems[i].cluster for i in shared]
+    estimates = [estimates_of([scored[i] for i in shared], clusters=clusters) for scored in scores]
+    return estimates[0], estimates[1]
 
 
 def _difference(before: Estimates, after: Estimates, *, confidence: float, has_rerun: bool) -> PairedDifference:
     new_problems = paired_new_problems_interval(before, after, confidence=confidence)
-    test = sign_flip_test([b - a for a, b in zip(before.exact, after.exact, strict=True)])
+    differences = [b - a for a, b in zip(before.exact, after.exact, strict=True)]
+    test = sign_flip_test(differences, None if before.clusters is None else before.clusters.tolist())
     majorities = [(a >= 0.5, b >= 0.5) for a, b in zip(before.value, after.value, strict=True)]
     return PairedDifference(
         value=after.mean - before.mean,
         new_problems=new_problems.range,
         rerun=paired_rerun_interval(before, after, confidence=confidence) if has_rerun else None,
         num_problems=len(before.value),
+        num_clusters=before.num_clusters,
         num_fixed=majorities.count((False, True)),
         num_broken=majorities.count((True, False)),
         p=test.p,

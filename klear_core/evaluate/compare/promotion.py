@@ -1,7 +1,9 @@
 """Decide whether a model becomes champion, by a rule of several parts that must all be passed.
 
-The new model must be non-inferior to the champion on every benchmark and better on at least one. Asking for all needs
-no correction for several tests (an intersection-union test, Berger 1982); asking for one of several does (Holm).
+The new model must be non-inferior to the champion, and to the best champion before it, on every benchmark, and better
+than the champion on at least one. Asking for all needs no correction for several tests (an intersection-union test,
+Berger 1982); asking for one of several does. "Better" needs both the sign-flip test (Holm), which holds for models that
+are exchangeable on every problem, and the interval over other problems (Bonferroni), which holds for rare large losses.
 docs/promotion.md explains the parts.
 """
 
@@ -37,9 +39,19 @@ PROBLEMS_FILE = "problems.json"
 """Ids of the problems that both models were asked, by benchmark."""
 
 RuleName = Literal[
-    "comparable", "non-inferior", "better", "contaminated", "truncated", "no answer", "judge failed", "not rolled back"
+    "comparable",
+    "non-inferior",
+    "better",
+    "no worse than the best champion",
+    "not worse",
+    "reported",
+    "contaminated",
+    "truncated",
+    "no answer",
+    "judge failed",
+    "not rolled back",
 ]
-RivalIs = Literal["champion", "first model of the run", "nobody"]
+RivalIs = Literal["champion", "first model of the run", "best champion", "first evaluation", "nobody"]
 
 
 class Contender(Settings):
@@ -60,6 +72,8 @@ class Check(Settings):
     benchmark: str = ""
     """Empty: all benchmarks."""
     is_passed: bool
+    is_inconclusive: bool = False
+    """Whether the part is not passed because the data can neither show nor exclude what it asks for."""
     text: str
     """Figures and limit."""
 
@@ -82,6 +96,8 @@ class Decision(Settings):
     """The decision on one model, with its evidence."""
 
     is_passed: bool
+    is_inconclusive: bool = False
+    """Whether all parts that are not passed are inconclusive: more problems or samples could decide."""
     sentence: str
     candidate: Contender
     rival: Contender | None
@@ -143,8 +159,13 @@ class Candidate:
     """Why it is marked as chosen by its score, by benchmark: a gain there does not count."""
 
 
-def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, workdir: Path) -> StageSummary:
-    """Write the decision with its evidence to `workdir`."""
+def decide(
+    rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, best: Rival | None = None, workdir: Path
+) -> StageSummary:
+    """Write the decision with its evidence to `workdir`.
+
+    `best` is the best champion before the rival, so that losses within the margin do not add up; None if there is none.
+    """
     new = read_evaluation(candidate.evaluation)
     old = read_evaluation(rival.evaluation) if rival and rival.evaluation else None
     checks = [_not_rolled_back(candidate.withdrawn)]
@@ -154,18 +175,21 @@ def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, wo
     if rival is None:
         checks.append(_without_rival(rule))
     else:
-        reasons = _comparable(new, old, is_=rival.is_) if old else [_gone(rival)]
+        reasons = comparable(new, old, is_=rival.is_) if old else [_gone(rival)]
         checks += reasons
         is_comparable = all(check.is_passed for check in reasons)
         if old is not None and is_comparable:
             comparisons = compare_sampled(old, new)
-            checks += [_non_inferior(rule, c) for c in comparisons]
-            checks.append(_better(comparisons, candidate.chosen_on))
+            checks += [non_inferior(c, margin=rule.margin_of(c.benchmark)) for c in comparisons]
+            checks.append(better(comparisons, candidate.chosen_on))
+    if best is not None:
+        checks.append(_anchored(rule, new, best))
     failed = [check for check in checks if not check.is_passed]
     rival_contender = rival.contender if rival else None
     rival_is: RivalIs = rival.is_ if rival else "nobody"
     decision = Decision(
         is_passed=not failed,
+        is_inconclusive=bool(failed) and all(check.is_inconclusive for check in failed),
         sentence=_sentence(candidate, rival, checks),
         candidate=candidate.contender,
         rival=rival_contender,
@@ -176,13 +200,18 @@ def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, wo
         shared=tuple(_shared(new, old)),
     )
     _write(decision, new, old, workdir)
-    counts = {"promoted": int(decision.is_passed), "checks": len(checks), "failed_checks": len(failed)}
+    counts = {
+        "promoted": int(decision.is_passed),
+        "inconclusive": int(decision.is_inconclusive),
+        "checks": len(checks),
+        "failed_checks": len(failed),
+    }
     return StageSummary(counts=counts)
 
 
 def are_comparable(new: Path, old: Path) -> bool:
     """Return whether two evaluations have the same benchmarks, problems, decoding and judge."""
-    checks = _comparable(read_evaluation(new), read_evaluation(old), is_="champion")
+    checks = comparable(read_evaluation(new), read_evaluation(old), is_="champion")
     return all(check.is_passed for check in checks)
 
 
@@ -239,7 +268,7 @@ def _gone(rival: Rival) -> Check:
     return Check(rule="comparable", is_passed=False, text=text)
 
 
-def _comparable(new: Evaluation, old: Evaluation, *, is_: RivalIs) -> list[Check]:
+def comparable(new: Evaluation, old: Evaluation, *, is_: RivalIs) -> list[Check]:
     """Return a check for each reason for which the scores cannot be compared, or one that they can."""
     failed = []
     for name in sorted(new.reports.keys() ^ old.reports.keys()):
@@ -266,8 +295,8 @@ def _other_problems(new: Evaluation, old: Evaluation, benchmark: str) -> str:
     """Return how the problems differ; empty if they are the same."""
     ours, theirs = new.problem_ids(benchmark), old.problem_ids(benchmark)
     if ours == theirs:
-        scored = new.counts.get((benchmark, "sampled"), {}).keys() & old.counts.get((benchmark, "sampled"), {}).keys()
-        return "" if scored else "no problem has a judged answer of both models"
+        is_scored = new.scored_ids(benchmark) & old.scored_ids(benchmark)
+        return "" if is_scored else "no problem has a judged answer of both models"
     return (
         f"other problems: {len(ours & theirs):,} are shared, {len(ours - theirs):,} are new, "
         f"{len(theirs - ours):,} are gone"
@@ -275,8 +304,10 @@ def _other_problems(new: Evaluation, old: Evaluation, benchmark: str) -> str:
 
 
 def _other_references(new: Evaluation, old: Evaluation, benchmark: str) -> str:
-    """Return how many references differ; empty if none does."""
+    """Return how many references differ, or that this is not known; empty if none does."""
     num = num_other_references(new.folder, old.folder, benchmark)
+    if num is None:
+        return "the references of one of the two are gone, so that they may differ; score the champion again"
     return f"{num:,} of the problems have another reference now" if num else ""
 
 
@@ -302,30 +333,72 @@ def _differences(settings: Sequence[Mapping[str, JsonValue]]) -> str:
     return ", ".join(found[:_MAX_NAMED]) + more
 
 
-def _non_inferior(rule: PromoteConfig, c: PairedComparison) -> Check:
-    """Return whether the interval over other problems excludes a loss of the margin."""
-    margin = rule.margins.get(c.benchmark, rule.margin)
+def non_inferior(c: PairedComparison, *, margin: float, setting: str = "promote.margins") -> Check:
+    """Return whether the interval over other problems excludes a loss of `margin` points.
+
+    It is inconclusive if the interval holds the margin, so that neither is shown. `setting` is where margins are set.
+    """
     is_passed = 100 * c.new_problems.low > -margin + _ROUNDING
     text = f"{points(c.difference)} points ({range_text(c.new_problems)}); must stay above {points(-margin / 100)}"
     least = 100 * least_half_width(c.num_problems, confidence=c.confidence)
     if not is_passed and least + _ROUNDING >= margin:
         text += (
             f". {c.num_problems} problems never show less than a loss of {least:.1f} points, so that an equal model "
-            f"cannot pass: more problems or a larger promote.margins.{c.benchmark} could"
+            f"cannot pass: more problems or a larger {setting}.{c.benchmark} could"
         )
-    return Check(rule="non-inferior", benchmark=c.benchmark, is_passed=is_passed, text=text)
+    is_open = not is_passed and 100 * c.new_problems.high > -margin
+    return Check(rule="non-inferior", benchmark=c.benchmark, is_passed=is_passed, is_inconclusive=is_open, text=text)
 
 
-def _better(comparisons: Sequence[PairedComparison], chosen_on: Mapping[str, str]) -> Check:
-    """Return whether the sign-flip test, corrected for all benchmarks, shows a gain where the model was not chosen."""
-    shown = [c for c in comparisons if c.is_better and c.benchmark not in chosen_on]
-    listed = [f"{c.benchmark} {points(c.difference)} points, {p_value(c.p_corrected)}" for c in shown or comparisons]
+def better(comparisons: Sequence[PairedComparison], chosen_on: Mapping[str, str]) -> Check:
+    """Return whether a gain is shown where the model was not chosen, by test and interval, each corrected.
+
+    The test alone would call a model better that loses a few problems entirely and gains little on the others, if none
+    of the few was drawn. It is inconclusive if the interval of a benchmark that counts allows for a gain.
+    """
+    counted = [c for c in comparisons if c.benchmark not in chosen_on]
+    shown = [c for c in counted if is_gain(c)]
+    listed = [
+        f"{c.benchmark} {points(c.difference)} points, {p_value(c.p_corrected)}, other problems {_corrected_text(c)}"
+        for c in shown or comparisons
+    ]
     corrected = f", corrected for {len(comparisons)} benchmarks" if len(comparisons) > 1 else ""
     what = "a gain is shown on" if shown else "no gain is shown:"
     text = f"{what} {'; '.join(listed)}{corrected}"
     for benchmark, reason in chosen_on.items():
         text += f". A gain on {benchmark} does not count: {reason}"
-    return Check(rule="better", is_passed=bool(shown), text=text)
+    is_open = not shown and any(c.new_problems.high > 0 for c in counted)
+    return Check(rule="better", is_passed=bool(shown), is_inconclusive=is_open, text=text)
+
+
+def is_gain(c: PairedComparison) -> bool:
+    """Return whether a comparison of sampled answers shows a gain, on these problems and on others of their kind."""
+    assert c.corrected is not None, "compare_sampled fills it in"
+    return c.is_better and c.corrected.low > 0
+
+
+def _corrected_text(c: PairedComparison) -> str:
+    assert c.corrected is not None, "compare_sampled fills it in"
+    return range_text(c.corrected)
+
+
+def _anchored(rule: PromoteConfig, new: Evaluation, best: Rival) -> Check:
+    """Return whether the model is non-inferior to the best champion so far, where the two can be compared."""
+    old = read_evaluation(best.evaluation) if best.evaluation else None
+    reasons = comparable(new, old, is_=best.is_) if old else [_gone(best)]
+    which = f"{short_name(best.contender.model)}, version {best.contender.version}"
+    failed = [check for check in reasons if not check.is_passed]
+    if old is None or failed:
+        text = f"{which} is left out, for it cannot be compared: {'; '.join(check.text for check in failed)}"
+        return Check(rule="no worse than the best champion", is_passed=True, text=text)
+    checks = [non_inferior(c, margin=rule.margin_of(c.benchmark)) for c in compare_sampled(old, new)]
+    failed = [check for check in checks if not check.is_passed]
+    return Check(
+        rule="no worse than the best champion",
+        is_passed=not failed,
+        is_inconclusive=bool(failed) and all(check.is_inconclusive for check in failed),
+        text=f"{which}: " + "; ".join(f"{check.benchmark} {check.text}" for check in failed or checks),
+    )
 
 
 def _shared(new: Evaluation, old: Evaluation | None) -> list[SharedProblems]:
@@ -354,27 +427,34 @@ def _sentence(candidate: Candidate, rival: Rival | None, checks: Sequence[Check]
     who = short_name(candidate.contender.model)
     if not failed:
         return f"{who} becomes champion: it passes all {len(checks)} checks {against}"
-    names = dict.fromkeys(check.name for check in failed)
-    return (
-        f"{who} does not become champion: it fails {len(failed)} of {len(checks)} checks {against}: {', '.join(names)}"
-    )
+    names = ", ".join(dict.fromkeys(check.name for check in failed))
+    if all(check.is_inconclusive for check in failed):
+        return (
+            f"{who} does not become champion: inconclusive, {len(failed)} of {len(checks)} checks {against} can "
+            f"neither be passed nor failed by so few problems: {names}"
+        )
+    return f"{who} does not become champion: it fails {len(failed)} of {len(checks)} checks {against}: {names}"
 
 
 # ---- asked problems ----
 # Tell whether two evaluations judged the answers to a benchmark by the same references.
 
 
-def num_other_references(new: Path, old: Path, benchmark: str) -> int:
+def num_other_references(new: Path, old: Path, benchmark: str) -> int | None:
     """Return how many problems of a benchmark have different references in two evaluations' artifact folders.
 
-    A problem's id tells its question alone. With a shared store, problems are fetched to this node. 0, too, if those of
-    an evaluation are gone.
+    A problem's id tells its question alone. With a shared store, problems are fetched to this node. None if the
+    problems of an evaluation are gone, so that it is not known.
     """
     records = [_benchmarks_of(folder) for folder in (new, old)]
+    if records[0] is None or records[1] is None:
+        return None
     # The same artifact has the same references, so neither is read.
-    if records[0] is None or records[1] is None or records[0].fingerprint == records[1].fingerprint:
+    if records[0].fingerprint == records[1].fingerprint:
         return 0
     ours, theirs = _references(new, records[0], benchmark), _references(old, records[1], benchmark)
+    if not ours or not theirs:
+        return None
     # Problems of only one of the two are no matter here: `promotion` reports them as other problems.
     return sum(ours[problem_id] != theirs[problem_id] for problem_id in ours.keys() & theirs.keys())
 

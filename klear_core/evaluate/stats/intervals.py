@@ -6,8 +6,9 @@ Two intervals belong to each score, because it can be asked for two things:
   sampling. Published scores are compared with it, and it has no meaning for greedy decoding.
 - new problems: the score on all problems of this kind, of which these are a random draw. Models are compared with it.
 
-The unit of the second is the problem, because samples of one problem are correlated. No interval over problems can be
-narrow and also safe against changes that no drawn problem shows. docs/statistics.md has the formulas, which are called
+The unit of the second is the problem, because samples of one problem are correlated; where problems come in clusters
+(the problems of a contest, of a subject, of a template), it is the cluster. No interval over problems can be narrow and
+also safe against changes that no drawn problem shows. docs/statistics.md has the formulas, which are called
 A to D there and below, docs/data/intervals.md the simulations by which they were chosen.
 """
 
@@ -27,6 +28,7 @@ from klear_core.config.settings import Settings
 from klear_core.scores import Range
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 _Z_95 = 1.959964
 """Standard normal quantile at which the floor of B was calibrated."""
@@ -44,6 +46,8 @@ class Estimates:
     """Change of `value` by one answer: 1/n for avg@n, at most k/n for pass@k."""
     exact: tuple[Fraction, ...]
     """`value` as fractions, for exact tests."""
+    clusters: Ints | None = None
+    """Number of each problem's cluster, from 0; None if no clusters are known, or all problems are of one."""
 
     def __post_init__(self) -> None:
         assert 0 < len(self.value) == len(self.noise) == len(self.step) == len(self.exact), len(self.value)
@@ -52,6 +56,11 @@ class Estimates:
     def mean(self) -> float:
         """The score: the mean over problems, all of equal weight."""
         return math.fsum(self.value) / len(self.value)
+
+    @property
+    def num_clusters(self) -> int | None:
+        """Number of clusters; None if none are known."""
+        return None if self.clusters is None else int(self.clusters.max()) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +72,11 @@ class NewProblems:
     """Whether its half width is the floor, which stands for changes of single problems that no drawn problem shows."""
 
 
-def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1) -> Estimates:
+def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Sequence[str] | None = None) -> Estimates:
     """Return pass@k of every problem from its counts (right answers, scored answers); k = 1 is avg@n.
 
-    Counts of scored answers may differ between problems. Raise ValueError if a problem has fewer than k.
+    Counts of scored answers may differ between problems. `clusters` names each problem's cluster; a problem with an
+    empty name is a cluster of its own. Raise ValueError if a problem has fewer answers than k.
     """
     too_few = [num for _, num in counts if num < k]
     if too_few or not counts:
@@ -75,11 +85,18 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1) -> Estimates:
         )
     exact = tuple(1 - Fraction(math.comb(num - right, k), math.comb(num, k)) for right, num in counts)
     noise = [_noise(num, right, k) for right, num in counts]
-    step = [k / num for _, num in counts]
-    return Estimates(value=np.array([float(v) for v in exact]), noise=np.array(noise), step=np.array(step), exact=exact)
+    return Estimates(
+        value=np.array([float(v) for v in exact]),
+        noise=np.array(noise),
+        step=np.array([k / num for _, num in counts]),
+        exact=exact,
+        clusters=numbered(clusters),
+    )
 
 
-def estimates_without_noise(values: Sequence[Fraction], *, step: float) -> Estimates:
+def estimates_without_noise(
+    values: Sequence[Fraction], *, step: float, clusters: Sequence[str] | None = None
+) -> Estimates:
     """Return estimates of which only the spread over problems is known; `step` is 1 if one answer can decide each."""
     num = len(values)
     return Estimates(
@@ -87,7 +104,21 @@ def estimates_without_noise(values: Sequence[Fraction], *, step: float) -> Estim
         noise=np.full(num, math.nan),
         step=np.full(num, step),
         exact=tuple(values),
+        clusters=numbered(clusters),
     )
+
+
+def numbered(clusters: Sequence[str] | None) -> Ints | None:
+    """Return the number of each problem's cluster, from 0, in order of first appearance.
+
+    A problem with an empty name is a cluster of its own. None if no problem has a name, or all are of one cluster: one
+    cluster says nothing of others, and the problems are then taken as independent.
+    """
+    if clusters is None or not any(clusters):
+        return None
+    found: dict[str | int, int] = {}
+    numbers = [found.setdefault(name or i, len(found)) for i, name in enumerate(clusters)]
+    return np.array(numbers) if len(found) > 1 else None
 
 
 def _noise(num: int, right: int, k: int) -> float:
@@ -137,12 +168,14 @@ def new_problems_interval(estimates: Estimates, *, confidence: float) -> Range:
     binomial, after half a problem that is never solved and half a one that always is are added. Wilson's interval has
     the same centre and is slightly narrower, but it contains a score near 0 or 1 too seldom: in 86 of 100 cases at
     worst for 30 problems that are solved always or never.
+
+    With clusters the design effect grows by as much as the variance of the mean does (Kish 1965), and the interval has
+    the ends that lie farther out of the two.
     """
     num = len(estimates.value)
     # One problem says nothing of others: Student's t has no degree of freedom left.
     if num == 1:
         return Range(low=0.0, high=1.0)
-    t = _t_quantile(confidence, num - 1)
     mean = estimates.mean
     # The half problem that is always solved adds 0.5 to the sum and to the sum of squares, the other half nothing.
     padded_mean = (math.fsum(estimates.value) + 0.5) / (num + 1)
@@ -151,11 +184,57 @@ def new_problems_interval(estimates: Estimates, *, confidence: float) -> Range:
     ratio = spread * (num + 1) / num / (padded_mean * (1 - padded_mean))
     # never below the noise of sampling alone, never above problems that are solved always or never
     design_effect = min(max(ratio, float(np.mean(estimates.step))), 1.0)
-    effective = num / design_effect
+    alone, *clustered = _mean_errors(estimates.value - mean, estimates.clusters)
+    found = _agresti_coull(mean, num / design_effect, degrees=alone.degrees, confidence=confidence)
+    for error in clustered:
+        inflation = max(error.variance / alone.variance, 1.0) if alone.variance > 0 else 1.0
+        # problems of one cluster that are solved all or none leave as many problems as there are clusters
+        effective = max(num / (design_effect * inflation), error.degrees + 1)
+        wider = _agresti_coull(mean, effective, degrees=error.degrees, confidence=confidence)
+        found = Range(low=min(found.low, wider.low), high=max(found.high, wider.high))
+    return found
+
+
+def _agresti_coull(mean: float, effective: float, *, degrees: float, confidence: float) -> Range:
+    t = _t_quantile(confidence, degrees)
     # t^2 / 2 solved and as many unsolved problems are added, and the variance is that of the mean with them
     centre = (mean * effective + t * t / 2) / (effective + t * t)
     half = t * math.sqrt(centre * (1 - centre) / (effective + t * t))
     return _within(mean, centre - mean, half, bounds=(0.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeanError:
+    """The sampling error of a mean over problems."""
+
+    variance: float
+    degrees: float
+    """Degrees of freedom of Student's t."""
+    skew: float
+    """Third central moment of the units (problems, or sums over clusters) over their variance."""
+
+
+def _mean_errors(centred: Floats, clusters: Ints | None) -> list[_MeanError]:
+    """Return the error of the mean of values less their mean: for independent problems and, if known, for clusters.
+
+    That over clusters is bias-reduced (CR2, Bell and McCaffrey 2002) and has the effective number of clusters (Kish
+    1965) less one as its degrees of freedom; with clusters of one problem each it is that of independent problems.
+    """
+    num = len(centred)
+    variance = math.fsum(centred**2) / (num - 1) / num
+    errors = [_MeanError(variance=variance, degrees=num - 1, skew=_skew(centred))]
+    if clusters is not None:
+        sums, sizes = np.bincount(clusters, centred).astype(np.float64), np.bincount(clusters)
+        variance = math.fsum(sums**2 / (1 - sizes / num)) / num**2
+        effective = num**2 / float(np.sum(sizes**2))
+        errors.append(_MeanError(variance=variance, degrees=effective - 1, skew=_skew(sums)))
+    return errors
+
+
+def _skew(centred: Floats) -> float:
+    """Return the third central moment over the variance; equal values have no skewness."""
+    squares = math.fsum(centred**2)
+    return math.fsum(centred**3) / squares if squares > 0 else 0.0
 
 
 # ---- paired differences ----
@@ -186,23 +265,23 @@ def paired_new_problems_interval(before: Estimates, after: Estimates, *, confide
 
     Student's t over the problems' differences, stretched to the side of their skewness (Johnson 1978), with a half
     width of at least 2/P at 95 %: a draw of P problems can miss a change that affects up to 2 in P of all problems.
+    With clusters it has the ends that lie farther out of this interval and the same over clusters.
     """
     difference = after.value - before.value
     num = len(difference)
     mean = math.fsum(difference) / num
     if num == 1:
         return NewProblems(range=Range(low=-1.0, high=1.0), floor_binds=True)
-    t = _t_quantile(confidence, num - 1)
-    centred = difference - mean
-    squares = math.fsum(centred**2)
-    half = t * math.sqrt(squares / (num - 1) / num)
     floor = least_half_width(num, confidence=confidence)
-    # Johnson's term: the third central moment over the variance. Equal differences have no skewness.
-    skew = math.fsum(centred**3) / squares if squares > 0 else 0.0
-    shift = skew * (1 + 2 * t * t) / (6 * num)
-    half = max(half, floor)
-    low, high = mean + min(shift, 0.0) - half, mean + max(shift, 0.0) + half
-    return NewProblems(range=Range(low=max(low, -1.0), high=min(high, 1.0)), floor_binds=half == floor)
+    low, high, floor_binds = 1.0, -1.0, True
+    for error in _mean_errors(difference - mean, before.clusters):
+        t = _t_quantile(confidence, error.degrees)
+        shift = error.skew * (1 + 2 * t * t) / (6 * num)
+        half = max(t * math.sqrt(error.variance), floor)
+        low = min(low, mean + min(shift, 0.0) - half)
+        high = max(high, mean + max(shift, 0.0) + half)
+        floor_binds &= half == floor
+    return NewProblems(range=Range(low=max(low, -1.0), high=min(high, 1.0)), floor_binds=floor_binds)
 
 
 def least_half_width(num_problems: int, *, confidence: float) -> float:
@@ -268,7 +347,7 @@ def _normal_quantile(confidence: float) -> float:
     return float(ndtri(0.5 + confidence / 2))
 
 
-def _t_quantile(confidence: float, degrees: int) -> float:
+def _t_quantile(confidence: float, degrees: float) -> float:
     from scipy.special import stdtrit
 
     # two-sided: the quantile at 1/2 + confidence/2 leaves (1 - confidence)/2 on each side

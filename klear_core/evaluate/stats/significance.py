@@ -2,7 +2,8 @@
 
 If the models are alike, either could have given either result of a problem, so the signs of the differences are coin
 flips. The p-value is the share of all sign choices whose sum is at least as far from zero as the one seen. It assumes
-nothing about how large the differences are. Few changed problems can show nothing, however many samples each has:
+nothing about how large the differences are. Problems of one cluster may change together: their signs flip together. Few
+changed problems can show nothing, however many samples each has:
 below six, p is above 0.05 whatever they are (`min_changed`).
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -39,13 +40,21 @@ class SignFlip:
     p: float
     """Two-sided p-value."""
     num_changed: int
-    """Problems whose score differs between the models; the others say nothing."""
+    """Problems, or clusters of problems, whose score differs between the models; the others say nothing."""
     is_exact: bool
     """Whether all sign choices were counted, up to rounding; else 99,999 random ones with a fixed seed were."""
 
 
-def sign_flip_test(differences: Sequence[Fraction]) -> SignFlip:
-    """Return the two-sided sign-flip test of the differences, one per problem."""
+def sign_flip_test(differences: Sequence[Fraction], clusters: Sequence[int] | None = None) -> SignFlip:
+    """Return the two-sided sign-flip test of the differences, one per problem.
+
+    `clusters` has the number of each problem's cluster; the test is then of their sums over clusters.
+    """
+    if clusters is not None:
+        sums: dict[int, Fraction] = {}
+        for cluster, difference in zip(clusters, differences, strict=True):
+            sums[cluster] = sums.get(cluster, Fraction(0)) + difference
+        differences = list(sums.values())
     changed = [d for d in differences if d]
     if not changed:
         return SignFlip(p=1.0, num_changed=0, is_exact=True)
@@ -96,6 +105,24 @@ def fisher_exact_p(events: tuple[int, int], runs: tuple[int, int]) -> float:
     # Whole numbers, so that equally likely tables count as equal.
     extreme = sum(way for way in ways if way <= ways[events[0]])
     return extreme / math.comb(sum(runs), total)
+
+
+def corrected_by_question(p_values: Sequence[float], questions: Sequence[Hashable]) -> tuple[float, ...]:
+    """Return p-values corrected for the number of questions that were asked, in the given order.
+
+    The first p-value of a question answers it, by Holm's correction over the questions. Another one of the same
+    question (greedy answers beside sampled ones) is looked at only if the first shows a difference: it is multiplied by
+    the number of questions, and is never smaller than the first (serial gatekeeping, Westfall and Krishen 2001).
+    """
+    first: dict[Hashable, int] = {}
+    for i, question in enumerate(questions):
+        first.setdefault(question, i)
+    answers = dict(zip(first, holm([p_values[i] for i in first.values()]), strict=True))
+    corrected = []
+    for i, (p, question) in enumerate(zip(p_values, questions, strict=True)):
+        answer = answers[question]
+        corrected.append(answer if first[question] == i else max(answer, min(1.0, p * len(first))))
+    return tuple(corrected)
 
 
 def _as_integers(fractions: Sequence[Fraction]) -> list[int]:
@@ -191,6 +218,9 @@ def _random_sums(draw: np.random.Generator, sizes: npt.NDArray[np.float64], num:
 # Compute the smallest gain that a benchmark can show, from its numbers of problems and of samples, before any run.
 
 
+# What a suite can show is computed for problems whose difficulties are all equally frequent and whose gains differ.
+
+
 POWER = 0.8
 """Share of runs in which a gain of the printed size is shown, by convention (Cohen 1988)."""
 _SPREAD = 0.5
@@ -240,3 +270,97 @@ def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Det
     gain = float(np.mean(1 / (1 + np.exp(-(logits + high + spread))) - difficulty[:, None]))
     # at the largest gain that there is, nothing was seen
     return Detectable(gain=gain if high < 12.0 else None, rerun=rerun)
+
+
+# ---- chances of the champion's rule ----
+
+
+def gate_confidence(confidence: float, num_benchmarks: int) -> float:
+    """Return the level of the interval over other problems that must exclude 0 for a gain on one of the benchmarks.
+
+    Bonferroni's correction, and a fifth of the error less: so an equal candidate that loses 5 % of the problems
+    entirely is promoted in at most 3 of 100 cases on every suite of docs/promotion.md (`klear bench gate`).
+    """
+    return 1 - 0.8 * (1 - confidence) / num_benchmarks
+
+
+GATE_GAIN = 0.35
+"""Mean gain, in logits, of the better model whose chance `gate_chances` returns: 5 to 6 points where problems of all
+difficulties are equally frequent."""
+_NUM_REPLICATIONS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateBenchmark:
+    """A benchmark of a suite, as the rule of the champion sees it."""
+
+    num_problems: int
+    num_samples: int
+    margin: float
+    """Points that may be lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateChances:
+    """Chances that a model passes the rule of the champion on a suite, with a standard error of at most .025."""
+
+    equal_passes: float
+    """Chance that a model that is as good on every problem is found non-inferior on all benchmarks."""
+    better_is_promoted: float
+    """Chance that a model with a mean gain of GATE_GAIN everywhere is also found better on one."""
+
+
+def gate_chances(suite: Sequence[GateBenchmark], *, confidence: float) -> GateChances:
+    """Return the chances by simulation with a fixed seed. The sign-flip test is taken as Student's t test."""
+    passed = {}
+    for gain in (0.0, GATE_GAIN):
+        p_values, gains, are_non_inferior = [], [], []
+        for i, benchmark in enumerate(suite):
+            draw = np.random.default_rng(seed_for(0, "evaluate/gate_chances", i, str(gain)))
+            difference = _drawn_differences(draw, benchmark, gain)
+            p_values.append(_student_p(difference))
+            low = _lower_ends(difference, confidence=confidence)
+            are_non_inferior.append(100 * low > -benchmark.margin)
+            corrected = gate_confidence(confidence, len(suite))
+            gains.append((difference.mean(axis=1) > 0) & (_lower_ends(difference, confidence=corrected) > 0))
+        holm_p = np.array([holm(column) for column in np.array(p_values).T.tolist()]).T
+        is_better = ((holm_p + confidence < 1) & np.array(gains)).any(axis=0)
+        is_non_inferior = np.array(are_non_inferior).all(axis=0)
+        passed[gain] = is_non_inferior, is_better & is_non_inferior
+    return GateChances(
+        equal_passes=float(np.mean(passed[0.0][0])), better_is_promoted=float(np.mean(passed[GATE_GAIN][1]))
+    )
+
+
+def _drawn_differences(draw: np.random.Generator, benchmark: GateBenchmark, gain: float) -> npt.NDArray[np.float64]:
+    """Return the differences of two models on drawn problems, one row a replication."""
+    before = draw.uniform(size=(_NUM_REPLICATIONS, benchmark.num_problems))
+    after = before
+    if gain:
+        odds = before / (1 - before) * np.exp(draw.normal(gain, _SPREAD, before.shape))
+        after = odds / (1 + odds)
+    n = benchmark.num_samples
+    return np.asarray((draw.binomial(n, after) - draw.binomial(n, before)) / n)
+
+
+def _student_p(difference: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    from scipy.special import stdtr
+
+    num = difference.shape[1]
+    error = np.maximum(difference.std(axis=1, ddof=1), 1e-12) / math.sqrt(num)
+    return np.asarray(2 * stdtr(num - 1, -np.abs(difference.mean(axis=1)) / error))
+
+
+def _lower_ends(difference: npt.NDArray[np.float64], *, confidence: float) -> npt.NDArray[np.float64]:
+    """Return the lower end of interval B of each row; see `intervals.paired_new_problems_interval`."""
+    from scipy.special import ndtri, stdtrit
+
+    num = difference.shape[1]
+    t = float(stdtrit(num - 1, 0.5 + confidence / 2))
+    mean = difference.mean(axis=1)
+    centred = difference - mean[:, None]
+    squares = np.maximum((centred**2).sum(axis=1), 1e-12)
+    shift = (centred**3).sum(axis=1) / squares * (1 + 2 * t * t) / (6 * num)
+    floor = 2 / num * float(ndtri(0.5 + confidence / 2)) / float(ndtri(0.975))
+    half = np.maximum(t * np.sqrt(squares / (num - 1) / num), floor)
+    return np.asarray(mean + np.minimum(shift, 0) - half)

@@ -15,10 +15,11 @@ from pathlib import Path
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.load import as_option
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.stage import DistillJob
+from klear_core.config.stage import DistillJob, PromoteJob
 from klear_core.distill.teachers.fleet import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ConfigError
-from klear_core.pipeline.plan import PendingWork
+from klear_core.evaluate.stats.intervals import least_half_width
+from klear_core.pipeline.plan import PendingWork, num_problems
 from klear_core.pipeline.preflight.capacity import disk_problem, machine_problems, memory_problems, pool_problems
 from klear_core.pipeline.preflight.data_checks import (
     benchmark_problems,
@@ -84,6 +85,21 @@ def _input_problems(work: PendingWork) -> Iterator[str]:
         )
 
 
+def _margin_problems(work: PendingWork) -> Iterator[str]:
+    """Yield the margins of the champion's rule that no model can pass, because the interval is never so narrow."""
+    rule, confidence = work.config.promote, work.config.evaluate.confidence
+    if rule is None or not any(stage.kind == PromoteJob.kind for stage in work.stages):
+        return
+    for benchmark in work.config.benchmarks:
+        num, margin = num_problems(benchmark), rule.margin_of(benchmark.name)
+        least = 100 * least_half_width(num, confidence=confidence) if num else 0.0
+        if margin <= least:
+            yield (
+                f"promote.margins.{benchmark.name} = {margin:g} can be passed by no model: with {num} problems the "
+                f"interval never excludes a loss of {least:.1f} points; set a larger one, or leave out promote"
+            )
+
+
 def _exposure_problems(work: PendingWork) -> Iterator[str]:
     """Refuse scores on benchmarks that the lineage of a given model shows to be left out of decontamination."""
     if not work.evaluates:
@@ -144,6 +160,7 @@ _CHECKS = (
     reference_problems,
     model_problems,
     _exposure_problems,
+    _margin_problems,
     _teacher_problems,
     length_problems,
     engine_problems,

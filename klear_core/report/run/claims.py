@@ -40,14 +40,20 @@ def standing_of(scores: PairedComparison) -> Standing:
 
 def why_not_tested(scores: PairedComparison) -> str:
     """Return why the test could not have shown anything; empty if it could."""
-    return too_few_changed(scores.num_changed, scores.num_problems, confidence=scores.confidence)
+    return too_few_changed(
+        scores.num_changed, scores.num_problems, num_clusters=scores.num_clusters, confidence=scores.confidence
+    )
 
 
-def too_few_changed(num: int, num_problems: int, *, confidence: float) -> str:
-    """Return the sentence that too few problems changed for the test to show anything; empty if they are enough."""
+def too_few_changed(num: int, num_problems: int, *, num_clusters: int | None, confidence: float) -> str:
+    """Return the sentence that too few problems changed for the test to show anything; empty if they are enough.
+
+    With clusters, `num` counts those of them that changed.
+    """
     if num >= min_changed(confidence):
         return ""
-    return f"only {num} of {num_problems} problems changed, too few for a test"
+    of = f"{num_clusters} clusters of problems" if num_clusters else f"{num_problems} problems"
+    return f"only {num} of {of} changed, too few for a test"
 
 
 def floor_note(num_problems: int) -> str:
@@ -134,7 +140,7 @@ def _test(scores: PairedComparison, facts: Facts) -> str:
     reason = why_not_tested(scores)
     if reason:
         return reason
-    corrected = f", corrected for {len(facts.differences)} comparisons" if len(facts.differences) > 1 else ""
+    corrected = f", corrected for {facts.num_compared} comparisons" if facts.num_compared > 1 else ""
     return f"sign-flip {p_value(scores.p_corrected)}{corrected}"
 
 

@@ -158,6 +158,11 @@ class Facts:
     decision: Decision | None = None
     """The decision on the champion; None if none was asked for."""
 
+    @property
+    def num_compared(self) -> int:
+        """Comparisons that p-values are corrected for: a pair of models on a benchmark, sampled and greedy as one."""
+        return len({(d.before, d.after, d.scores.benchmark) for d in self.differences})
+
     def model(self, maker: str) -> ModelFacts:
         """Return the evaluated model that the stage `maker` made."""
         return next(model for model in self.models if model.maker.name == maker)

@@ -193,7 +193,7 @@ class BenchmarkView:
     """Name and text of each prompt template, the plain question first; empty if there is no other."""
     template_rows: tuple[TemplateRow, ...]
     num_compared: int
-    """Differences of the whole report, for which p-values are corrected."""
+    """Comparisons of the whole report, for which p-values are corrected."""
 
     @property
     def models(self) -> tuple[tuple[int, str], ...]:
@@ -259,7 +259,7 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
         published=published_rows(facts.published, models, name),
         templates=_templates(last),
         template_rows=tuple(template_rows),
-        num_compared=len(facts.differences),
+        num_compared=facts.num_compared,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from klear_core.config.evaluate import PLAIN_TEMPLATE
 from klear_core.config.settings import DifferentSetting
@@ -12,7 +13,7 @@ from klear_core.errors import DataError
 from klear_core.evaluate.answers.stored import evaluation_answers
 from klear_core.evaluate.compare.paired import PairedDifference, paired_difference
 from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
-from klear_core.evaluate.stats.significance import holm
+from klear_core.evaluate.stats.significance import corrected_by_question
 from klear_core.report import charts
 from klear_core.report.answers import PAGE as ANSWERS_PAGE
 from klear_core.report.answers import Viewer, shown_shares, write_viewer
@@ -170,15 +171,25 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
     benchmarks = [benchmark for benchmark, _, _ in keys]
     by_benchmark = sorted(keys, key=lambda key: benchmarks.index(key[0]))  # in the order of their first rows
     counts = [_counts(runs, *key) for key in by_benchmark]
-    found = [_differences(own) for own in counts]
-    p_values = [difference.p for differences in found for difference in differences.values() if difference]
-    # Holm's correction is over all differences of the page; its results come in the order of `p_values`.
-    corrected = iter(holm(p_values))
+    found = [
+        _differences(own, _same_as_first(runs, maker)) for own, (_, maker, _) in zip(counts, by_benchmark, strict=True)
+    ]
+    p_values: list[float] = []
+    questions: list[tuple[str, str, int]] = []
+    for (benchmark, maker, _), differences in zip(by_benchmark, found, strict=True):
+        tested = {i: each.p for i, each in differences.items() if isinstance(each, PairedDifference)}
+        p_values += tested.values()
+        questions += [(benchmark, maker, i) for i in tested]
+    # The correction is over all questions of the page; its results come in the order of `p_values`.
+    corrected = iter(corrected_by_question(p_values, questions))
     rows = []
     for (benchmark, maker, decoding), own, differences in zip(by_benchmark, counts, found, strict=True):
         cells = []
         for i, difference in differences.items():
-            cells.append(_difference(i, difference, next(corrected)) if difference else _unpaired(i))
+            if isinstance(difference, PairedDifference):
+                cells.append(_difference(i, difference, next(corrected)))
+            else:
+                cells.append(_unpaired(i, difference))
         scores: list[ScoreCell | None] = []
         for run, each in zip(runs, own, strict=True):
             if each is None:
@@ -203,13 +214,25 @@ def _counts(runs: Sequence[ComparedRun], benchmark: str, maker: str, decoding: D
     return found
 
 
-def _differences(counts: Sequence[AnswerCounts | None]) -> dict[int, PairedDifference | None]:
-    """Return the differences of later runs to the first, by the run's number; None without a problem in common."""
+def _same_as_first(runs: Sequence[ComparedRun], maker: str) -> frozenset[int]:
+    """Return the numbers of the later runs that have the very evaluation of the first run's model."""
+    evaluations = [model.evaluation if (model := run.model(maker)) else None for run in runs]
+    # An artifact's folder is named by its fingerprint, whatever workspace it is in.
+    names = [evaluation.name if evaluation else "" for evaluation in evaluations]
+    return frozenset(i for i, name in enumerate(names) if i and name and name == names[0])
+
+
+def _differences(
+    counts: Sequence[AnswerCounts | None], same: frozenset[int]
+) -> dict[int, PairedDifference | Literal["same model", "no problem in common"]]:
+    """Return the differences of later runs to the first, by the run's number, or why there is none."""
     first = counts[0]
-    differences = {}
+    differences: dict[int, PairedDifference | Literal["same model", "no problem in common"]] = {}
     for i, own in enumerate(counts[1:], start=1):
-        if first is not None and own is not None:
-            differences[i] = paired_difference(first, own, confidence=CONFIDENCE)
+        if i in same and own == first:
+            differences[i] = "same model"
+        elif first is not None and own is not None:
+            differences[i] = paired_difference(first, own, confidence=CONFIDENCE) or "no problem in common"
     return differences
 
 
@@ -248,14 +271,14 @@ def _cell(shares: Shares, templates: str, chosen: str) -> ScoreCell:
     )
 
 
-def _unpaired(run: int) -> DifferenceCell:
+def _unpaired(run: int, why: str) -> DifferenceCell:
     return DifferenceCell(
         run=run,
         value=NONE,
         interval="",
         rerun="",
         p="",
-        standing="no problem in common",
+        standing=why,
         num_problems=0,
         num_fixed=0,
         num_broken=0,
@@ -285,7 +308,9 @@ def _difference(run: int, found: PairedDifference, p_corrected: float) -> Differ
 
 def _notes(found: PairedDifference) -> tuple[str, ...]:
     assert found.num_changed is not None, "only files of earlier versions lack it"
-    too_few = too_few_changed(found.num_changed, found.num_problems, confidence=CONFIDENCE)
+    too_few = too_few_changed(
+        found.num_changed, found.num_problems, num_clusters=found.num_clusters, confidence=CONFIDENCE
+    )
     notes = (too_few, floor_note(found.num_problems) if found.floor_binds else "")
     return tuple(note for note in notes if note)
 

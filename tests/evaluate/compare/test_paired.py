@@ -62,9 +62,14 @@ def test_a_clear_difference_is_said_to_be_clear(
     assert (comparison.is_better, comparison.is_worse, comparison.is_clear) == (is_better, is_worse, True)
 
 
-def test_a_model_compared_with_itself_is_not_better(tmp_path: Path) -> None:
-    folder = write_evaluation(tmp_path / "a", answers(*[(RIGHT, WRONG)] * 200))
-    (comparison,) = compare(folder, folder)
+def test_the_same_evaluation_is_no_comparison(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "a", answers((RIGHT, WRONG)))
+    assert compare(folder, folder) == ()
+
+
+def test_a_model_that_answers_alike_is_not_better(tmp_path: Path) -> None:
+    folders = [write_evaluation(tmp_path / name, answers(*[(RIGHT, WRONG)] * 200)) for name in "ab"]
+    (comparison,) = compare(*folders)
     assert comparison.difference == 0
     assert comparison.new_problems.low < 0 < comparison.new_problems.high
     assert (comparison.p, comparison.num_changed, comparison.floor_binds) == (1, 0, True)
@@ -92,8 +97,8 @@ def test_problems_that_only_one_side_could_score_are_left_out_and_counted(tmp_pa
 def test_greedy_is_compared_beside_the_samples(tmp_path: Path) -> None:
     pairs = [(WRONG, WRONG)] * 3
     greedy = [make_sample(i, 0, RIGHT, decoding="greedy") for i in range(3)]
-    folder = write_evaluation(tmp_path / "a", answers(*pairs) + greedy)
-    sampled, of_greedy = compare(folder, folder)
+    folders = [write_evaluation(tmp_path / name, answers(*pairs) + greedy) for name in "ab"]
+    sampled, of_greedy = compare(*folders)
     assert (sampled.decoding, sampled.after, of_greedy.decoding, of_greedy.after) == ("sampled", 0.0, "greedy", 1.0)
     assert sampled.rerun is not None
     assert of_greedy.rerun is None

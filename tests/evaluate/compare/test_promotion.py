@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from evaluate_fakes import RIGHT, SILENT, UNJUDGED, WRONG, make_problem, make_sample
+from manifests import manifest
 from stored_evaluations import evaluation, sample
 
+from klear_core.artifacts.manifest import InputRecord, write_manifest
 from klear_core.artifacts.records import write_shard
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.pipeline import PromoteConfig
@@ -38,9 +40,9 @@ def scored(
     cfg: EvaluateConfig | None = None,
     judge: JudgeRecord | None = JUDGE,
     start: int = 0,
-    **pairs: list[tuple[Verdict, Verdict]],
+    **pairs: list[tuple[Verdict, ...]],
 ) -> Path:
-    """Write an evaluation with these verdicts of two samples a problem, by benchmark; problems count from `start`."""
+    """Write an evaluation with these verdicts of each problem's samples, by benchmark; problems count from `start`."""
     cfg = cfg or EvaluateConfig()
     samples, reports = [], []
     for benchmark, verdicts in pairs.items():
@@ -54,6 +56,8 @@ def scored(
         samples += own
     write_shard(folder / "samples" / "a.parquet", samples)
     write_reports(folder, tuple(reports))
+    asked = InputRecord(role="benchmarks", kind="benchmarks", fingerprint="b" * 20)
+    write_manifest(folder, manifest("evaluate", inputs=(asked,)))
     return folder
 
 
@@ -263,6 +267,55 @@ def test_without_a_champion_and_without_another_model_the_rule_must_say_that_any
     assert failed(decided(tmp_path, new, None)) == [("better", "")]
     decision = decided(tmp_path, new, None, PromoteConfig(first="any"))
     assert (decision.is_passed, decision.rival, decision.rival_is) == (True, None, "nobody")
+
+
+def test_a_gain_that_a_few_lost_problems_could_undo_is_inconclusive(tmp_path: Path) -> None:
+    """Six of 30 problems gain a quarter, 5 points in all: the test sees it, but 2 of 30 lost ones may not be drawn."""
+    mostly, always = (RIGHT, RIGHT, RIGHT, WRONG), (RIGHT,) * 4
+    old = scored(tmp_path / "old", a=[always] * 20 + [mostly] * 10)
+    new = scored(tmp_path / "new", a=[always] * 26 + [mostly] * 4)
+    decision = decided(tmp_path, new, old, PromoteConfig(margin=8))
+    (comparison,) = decision.comparisons
+    assert comparison.corrected is not None
+    assert (comparison.p_corrected, comparison.is_better) == (2 / 2**6, True)
+    assert comparison.corrected.low < 0 < comparison.difference  # the floor alone is 6.7 points
+    assert failed(decision) == [("better", "")]
+    assert decision.is_inconclusive
+    assert "inconclusive, 1 of 8 checks" in decision.sentence
+
+
+def test_a_loss_that_is_shown_is_no_question_of_more_problems(tmp_path: Path) -> None:
+    old = scored(tmp_path / "old", a=[EASY] * 100)
+    new = scored(tmp_path / "new", a=[EASY] * 60 + [HARD] * 40)
+    decision = decided(tmp_path, new, old)
+    assert failed(decision) == [("non-inferior", "a"), ("better", "")]
+    assert not decision.is_inconclusive
+
+
+def test_losses_within_the_margin_do_not_add_up_over_champions(tmp_path: Path) -> None:
+    """Each step loses 4 points on b, within the margin, and gains on a; the second is held against the first champion."""
+    gains = [[EASY] * num + [HARD] * (200 - num) for num in (100, 130, 160)]
+    losses = [[EASY] * num + [HARD] * (200 - num) for num in (200, 192, 184)]
+    folders = [scored(tmp_path / str(i), a=a, b=b) for i, (a, b) in enumerate(zip(gains, losses, strict=True))]
+    rule = PromoteConfig(margin=8)
+    assert decided(tmp_path, folders[2], folders[1], rule).is_passed
+    first = Contender(model="rl/first", evaluation="evaluate/first", run="r0", version=1)
+    candidate = Candidate(
+        contender=Contender(model="rl/new", evaluation="evaluate/new", run="r2"),
+        evaluation=folders[2],
+        contaminated={"a": 0, "b": 0},
+        withdrawn="",
+        chosen_on={},
+    )
+    rival = Rival(contender=first, is_="champion", evaluation=folders[1])
+    best = Rival(contender=first, is_="best champion", evaluation=folders[0])
+    decide(rule, candidate, rival, best=best, workdir=tmp_path)
+    decision = read_decision(tmp_path)
+    assert failed(decision) == [("no worse than the best champion", "")]
+    elsewhere = Rival(contender=first, is_="best champion", evaluation=None)
+    decide(rule, candidate, rival, best=elsewhere, workdir=tmp_path)
+    assert read_decision(tmp_path).is_passed
+    assert "is left out, for it cannot be compared" in read_decision(tmp_path).checks[-1].text
 
 
 def test_a_damaged_decision_is_named(tmp_path: Path) -> None:

@@ -230,3 +230,35 @@ def test_swapping_before_and_after_turns_the_sign(rows: list[tuple[int, int]]) -
     there = paired_new_problems_interval(x, y, confidence=0.95).range
     back = paired_new_problems_interval(y, x, confidence=0.95).range
     assert (there.low, there.high) == pytest.approx((-back.high, -back.low), abs=1e-9)
+
+
+# ---- clusters ----
+
+
+def test_clusters_of_one_problem_change_no_interval() -> None:
+    names = [f"contest {i}" for i in range(30)]
+    found = []
+    for clusters in (None, names):
+        before = estimates_of([(2, 4)] * 30, clusters=clusters)
+        after = estimates_of([(i % 5, 4 + i % 3) for i in range(30)], clusters=clusters)
+        b = paired_new_problems_interval(before, after, confidence=0.95).range
+        d = new_problems_interval(after, confidence=0.95)
+        found.append((b.low, b.high, d.low, d.high))
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_problems_that_change_together_are_as_many_as_their_clusters() -> None:
+    """Ten problems in five clusters of two alike: the interval is Student's t of five differences."""
+    after = [2, 2, 1, 1, 2, 2, 3, 3, 2, 2]
+    names = [f"contest {i // 2}" for i in range(10)]
+    before = estimates_of([(0, 4)] * 10, clusters=names)
+    found = paired_new_problems_interval(before, estimates_of([(c, 4) for c in after], clusters=names), confidence=0.95)
+    # five values of mean 0.5, symmetric, so without skewness; their standard deviation is sqrt(0.125 / 4)
+    half = 2.776445 * math.sqrt(0.125 / 4 / 5)  # t of 4 degrees of freedom
+    assert (found.range.low, found.range.high) == pytest.approx((0.5 - half, 0.5 + half), rel=1e-6)
+
+
+def test_a_problem_without_a_cluster_is_one_of_its_own_and_one_cluster_is_none() -> None:
+    assert estimates_of([(1, 2)] * 4, clusters=["a", "", "a", ""]).num_clusters == 3
+    assert estimates_of([(1, 2)] * 4, clusters=["a"] * 4).num_clusters is None
+    assert estimates_of([(1, 2)] * 4, clusters=[""] * 4).num_clusters is None

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from scipy.stats import binom, fisher_exact, norm
 from test_intervals import VECTORS
 
-from klear_core.evaluate.stats.significance import fisher_exact_p, holm, min_changed, sign_flip_test
+from klear_core.evaluate.stats.significance import (
+    corrected_by_question,
+    fisher_exact_p,
+    holm,
+    min_changed,
+    sign_flip_test,
+)
 
 P_VALUES = {"V1": 1.86265e-09, "V2": 1, "V3": 0.5, "V4": 0.125, "V5": 1, "V6": 0.125}
 
@@ -140,3 +146,16 @@ def test_fishers_exact_test_is_that_of_scipy(first: int, second: int, data: st.D
     a, b = data.draw(st.integers(0, first)), data.draw(st.integers(0, second))
     expected = fisher_exact([[a, first - a], [b, second - b]]).pvalue
     assert fisher_exact_p((a, b), (first, second)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_signs_of_a_cluster_flip_together() -> None:
+    """Eight problems of two clusters that all gained: 2 of 4 choices of two signs are as extreme, not 2 of 256."""
+    found = sign_flip_test([Fraction(1, 4)] * 8, [0, 0, 0, 0, 1, 1, 1, 1])
+    assert (found.p, found.num_changed) == (0.5, 2)
+
+
+def test_a_second_answer_to_one_question_costs_the_others_nothing() -> None:
+    """Two questions: sampled .01 and .04 by Holm .02 and .04; greedy .001 of the first is 2 x .001, not below .02."""
+    corrected = corrected_by_question([0.01, 0.001, 0.04], ["a", "a", "b"])
+    assert corrected == pytest.approx((0.02, 0.02, 0.04))
+    assert corrected_by_question([0.01, 0.03], ["a", "a"]) == pytest.approx((0.01, 0.03))

@@ -70,7 +70,7 @@ def html(run: ReportInputs, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_first_line_is_the_effect_of_the_last_step_with_its_interval(html: str) -> None:
     assert (
         "GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points; re-run of these problems: +29.3 to +32.1; "
-        "other such problems: +27.9 to +33.6; sign-flip p < 0.0001, corrected for 5 comparisons)."
+        "other such problems: +27.9 to +33.6; sign-flip p < 0.0001, corrected for 3 comparisons)."
     ) in text_of(html)
 
 

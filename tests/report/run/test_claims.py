@@ -57,7 +57,7 @@ def test_a_gain_within_noise_is_said_to_be_not_shown(facts: Facts) -> None:
     assert sentence(noise).startswith("An effect of GPPO on held-out avg@4 is not shown:")
     assert (
         f"(+0.8 points; re-run of these problems: +0.1 to +1.5; other such problems: {MINUS}0.5 to +2.1; "
-        "sign-flip p = 0.31, corrected for 5 comparisons)."
+        "sign-flip p = 0.31, corrected for 3 comparisons)."
     ) in sentence(noise)
     assert "improved" not in sentence(noise)
 

@@ -215,7 +215,7 @@ def test_the_terminal_says_what_the_page_says(run: ReportInputs, width: int) -> 
     assert "SFT: answers not judged, and in no score: 2 of 1,024 (2 timed out)" in text
     assert (
         "GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points; re-run of these problems: +29.3 to +32.1; "
-        "other such problems: +27.9 to +33.6; sign-flip p < 0.0001, corrected for 5 comparisons)."
+        "other such problems: +27.9 to +33.6; sign-flip p < 0.0001, corrected for 3 comparisons)."
     ) in text
     assert "verify.sandbox is rlimits-only" in text
 

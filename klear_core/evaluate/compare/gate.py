@@ -1,0 +1,94 @@
+"""Gate one stored evaluation against another by a policy of one's own, for checks in CI.
+
+The parts of the champion's rule (`promotion.py`) are applied by tiers: a benchmark is critical, supporting or advisory.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from klear_core.config.load import explained
+from klear_core.config.pipeline import DEFAULT_MARGIN
+from klear_core.config.settings import Settings
+from klear_core.errors import ConfigError
+from klear_core.evaluate.compare.paired import PairedComparison, compare_sampled, read_evaluation
+from klear_core.evaluate.compare.promotion import Check, better, comparable, non_inferior
+from klear_core.scores import p_value, points
+
+Tier = Literal["critical", "supporting", "advisory"]
+GateVerdict = Literal["passed", "failed", "inconclusive"]
+Margin = Annotated[float, Field(ge=0, le=100)]
+
+
+class GatePolicy(Settings):
+    """What a new evaluation must show against an old one; a TOML file has these keys."""
+
+    margin: Margin = DEFAULT_MARGIN
+    """Points that a critical benchmark may lose, by the lower end of the paired interval over other problems."""
+    margins: dict[str, Margin] = {}
+    """Margin of single benchmarks, in place of `margin`."""
+    tiers: dict[str, Tier] = {}
+    """Tier of single benchmarks. `critical`, the default: a loss of the margin must be excluded. `supporting`: no loss
+    may be shown. `advisory`: is reported, and decides nothing."""
+    gain: bool = False
+    """Whether a gain must be shown on at least one benchmark that is not advisory."""
+
+
+class GateResult(Settings):
+    """The verdict on a new evaluation, with its checks."""
+
+    verdict: GateVerdict
+    """`inconclusive` if no check failed for good, but the data cannot decide all of them."""
+    checks: tuple[Check, ...]
+    comparisons: tuple[PairedComparison, ...]
+    """Paired differences, new minus old; empty if the two cannot be compared."""
+
+
+def read_policy(file: Path) -> GatePolicy:
+    """Return the policy in a TOML file. Raise ConfigError, with the key and the value, if it cannot be used."""
+    try:
+        return GatePolicy.model_validate(tomllib.loads(file.read_text()))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file}: cannot be read: {e}") from e
+    except ValidationError as e:
+        raise ConfigError(f"{file}: {explained(e, GatePolicy)}") from e
+
+
+def gate(policy: GatePolicy, new: Path, old: Path) -> GateResult:
+    """Gate the evaluation in the folder `new` against that in `old`.
+
+    Scores that cannot be compared fail. Raise ConfigError if the policy names a benchmark that the evaluations lack.
+    """
+    found, before = read_evaluation(new), read_evaluation(old)
+    unknown = sorted((policy.tiers.keys() | policy.margins.keys()) - found.reports.keys())
+    if unknown:
+        there = ", ".join(sorted(found.reports))
+        raise ConfigError(f"the policy names {', '.join(map(repr, unknown))}, but the benchmarks are {there}")
+    checks = comparable(found, before, is_="first evaluation")
+    comparisons: tuple[PairedComparison, ...] = ()
+    if all(check.is_passed for check in checks):
+        comparisons = compare_sampled(before, found)
+        checks += [_check(policy, comparison) for comparison in comparisons]
+        if policy.gain:
+            checks.append(better([c for c in comparisons if policy.tiers.get(c.benchmark) != "advisory"], {}))
+    failed = [check for check in checks if not check.is_passed]
+    verdict: GateVerdict = "passed"
+    if failed:
+        verdict = "inconclusive" if all(check.is_inconclusive for check in failed) else "failed"
+    return GateResult(verdict=verdict, checks=tuple(checks), comparisons=comparisons)
+
+
+def _check(policy: GatePolicy, c: PairedComparison) -> Check:
+    match policy.tiers.get(c.benchmark, "critical"):
+        case "critical":
+            return non_inferior(c, margin=policy.margins.get(c.benchmark, policy.margin), setting="margins")
+        case "supporting":
+            text = f"{points(c.difference)} points, {p_value(c.p_corrected)}; must not be shown to be worse"
+            return Check(rule="not worse", benchmark=c.benchmark, is_passed=not c.is_worse, text=text)
+        case "advisory":
+            text = f"{points(c.difference)} points, {p_value(c.p_corrected)}"
+            return Check(rule="reported", benchmark=c.benchmark, is_passed=True, text=text)

@@ -1,0 +1,164 @@
+"""How often the rule of the champion promotes, and what clusters of problems do, by simulation: `klear bench gate`.
+
+A replication draws a suite's problems, changes each of them, samples n answers of both models, and applies the parts
+"non-inferior" and "better" of klear_core/evaluate/compare/promotion.py. `rare` is the candidate that the sign-flip test
+does not protect from: equal on average, it loses 5 % of all problems entirely and gains a little on each of the others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from klear_core.evaluate.stats.intervals import (
+    Estimates,
+    estimates_of,
+    new_problems_interval,
+    paired_new_problems_interval,
+)
+from klear_core.evaluate.stats.significance import GATE_GAIN, GateBenchmark, gate_confidence, holm, sign_flip_test
+from klear_core.seeding import seed_for
+
+Floats = npt.NDArray[np.float64]
+Draw = np.random.Generator
+
+CONFIDENCE = 0.95
+NUM_RUNS = 1500
+_AIME = GateBenchmark(num_problems=30, num_samples=64, margin=8)
+_LCB_V5 = GateBenchmark(num_problems=279, num_samples=8, margin=4.5)
+_LCB_V6 = GateBenchmark(num_problems=131, num_samples=8, margin=4.5)
+_MATH = GateBenchmark(num_problems=500, num_samples=4, margin=4.5)
+SUITES: Mapping[str, Sequence[GateBenchmark]] = {
+    "AIME24": (_AIME,),
+    "AIME24+25": (_AIME, _AIME),
+    "LCB v6": (_LCB_V6,),
+    "paper's five": (_AIME, _AIME, _AIME, _LCB_V5, _LCB_V6),
+    "MATH-500 + LCB v5": (_MATH, _LCB_V5),
+    "MATH-500": (_MATH,),
+}
+POWERFUL = ("LCB v6", "paper's five", "MATH-500 + LCB v5", "MATH-500")
+"""Suites on which a gain of GATE_GAIN logits is promoted nearly always; 30 problems of AIME are too few."""
+
+
+def _chances(draw: Draw, kind: str, num: int) -> tuple[Floats, Floats]:
+    if kind == "rare":
+        before = np.clip(draw.normal(0.9, 0.03, num), 0.02, 0.98)
+        is_lost = draw.random(num) < 0.05
+        return before, np.clip(np.where(is_lost, 0.0, before + 0.05 / 0.95 * 0.9), 0, 1)
+    before = draw.uniform(size=num)
+    if kind == "equal":
+        return before, before
+    odds = before / (1 - before) * np.exp(draw.normal(GATE_GAIN, 0.5, num))
+    return before, odds / (1 + odds)
+
+
+def _sampled(draw: Draw, chances: Floats, n: int, clusters: Sequence[str] | None = None) -> Estimates:
+    return estimates_of([(int(c), n) for c in draw.binomial(n, chances)], clusters=clusters)
+
+
+def decided(draw: Draw, kind: str, suite: Sequence[GateBenchmark]) -> tuple[bool, bool, bool]:
+    """Return whether a drawn candidate is better by the sign-flip test alone, non-inferior, and promoted."""
+    p_values, gains, lows = [], [], []
+    is_non_inferior = True
+    for benchmark in suite:
+        pair = _chances(draw, kind, benchmark.num_problems)
+        before, after = (_sampled(draw, chances, benchmark.num_samples) for chances in pair)
+        p_values.append(sign_flip_test([b - a for a, b in zip(before.exact, after.exact, strict=True)]).p)
+        gains.append(after.mean > before.mean)
+        low = paired_new_problems_interval(before, after, confidence=CONFIDENCE).range.low
+        is_non_inferior &= 100 * low > -benchmark.margin
+        corrected = gate_confidence(CONFIDENCE, len(suite))
+        lows.append(paired_new_problems_interval(before, after, confidence=corrected).range.low)
+    shown = [p < 1 - CONFIDENCE and gain for p, gain in zip(holm(p_values), gains, strict=True)]
+    is_better = any(seen and low > 0 for seen, low in zip(shown, lows, strict=True))
+    return any(shown), is_non_inferior, is_better and is_non_inferior
+
+
+# ---- clusters ----
+
+
+def clustered(
+    num_problems: int, n: int, size: int, *, between: float, within: float, effect: float
+) -> Mapping[str, float]:
+    """Return how often B and D hold the truth and the test errs, without and with clusters of uneven sizes.
+
+    Difficulties in logits have a standard deviation of `between` over clusters and `within` in them; the models differ
+    by cluster with the standard deviation `effect`, and not on average.
+    """
+    draw = np.random.default_rng(seed_for(0, "bench/clusters", num_problems, n, size, str(between)))
+    many = 1 / (1 + np.exp(-draw.normal(0, np.hypot(between, within), 400_000)))
+    hits = dict.fromkeys((f"{what}, {how}" for how in ("alone", "clustered") for what in ("B", "D", "false alarms")), 0)
+    for _ in range(NUM_RUNS // 3):
+        shares = draw.dirichlet(np.ones(max(2, num_problems // size)))
+        _, cluster = np.unique(draw.choice(len(shares), num_problems, p=shares), return_inverse=True)
+        logit = (between * draw.standard_normal(num_problems))[cluster] + within * draw.standard_normal(num_problems)
+        change = (effect * draw.standard_normal(num_problems))[cluster]
+        names = [str(c) for c in cluster]
+        before, after, alone = (
+            _sampled(draw, 1 / (1 + np.exp(-x)), n, names) for x in (logit - change / 2, logit + change / 2, logit)
+        )
+        differences = [b - a for a, b in zip(before.exact, after.exact, strict=True)]
+        for how in ("alone", "clustered"):
+            if how == "alone":
+                x, y, z = (replace(each, clusters=None) for each in (before, after, alone))
+            else:
+                x, y, z = before, after, alone
+            b = paired_new_problems_interval(x, y, confidence=CONFIDENCE).range
+            d = new_problems_interval(z, confidence=CONFIDENCE)
+            hits[f"B, {how}"] += b.low <= 0 <= b.high
+            hits[f"D, {how}"] += d.low <= float(np.mean(many)) <= d.high
+            numbers = None if x.clusters is None else x.clusters.tolist()
+            hits[f"false alarms, {how}"] += sign_flip_test(differences, numbers).p < 1 - CONFIDENCE
+    return {name: num / (NUM_RUNS // 3) for name, num in hits.items()}
+
+
+def measure() -> list[dict[str, object]]:
+    """Return the shares of replications, and for the parts that are promised their target."""
+    measures: list[dict[str, object]] = []
+    for kind in ("rare", "equal", "gain"):
+        for name, suite in SUITES.items():
+            draw = np.random.default_rng(seed_for(0, "bench/gate", kind, name))
+            shares = np.mean([decided(draw, kind, suite) for _ in range(NUM_RUNS)], axis=0)
+            print(f"{kind}, {name}: {shares}", file=sys.stderr)
+            measures += [_measure(f"{kind}, {name}: {what}", s) for what, s in zip(PARTS, shares[:2], strict=False)]
+            promoted = f"{kind}, {name}: promoted"
+            if kind == "gain":
+                measures.append(_measure(promoted, shares[2], least=0.8 if name in POWERFUL else 0))
+            else:
+                measures.append(_measure(promoted, shares[2], most=0.035))
+    for num, n, size, between, within, effect in CLUSTERED:
+        found = clustered(num, n, size, between=between, within=within, effect=effect)
+        for name, share in found.items():
+            cell = f"{num} problems, n {n}, clusters of {size}, sd {between} between and {within} within: {name}"
+            is_promised = "clustered" in name
+            if "alarms" in name:
+                measures.append(_measure(cell, share, most=0.08 if is_promised else 1))
+            else:
+                measures.append(_measure(cell, share, least=0.92 if is_promised else 0))
+    return measures
+
+
+PARTS = ("better by the test alone", "non-inferior")
+CLUSTERED = [
+    (num, n, size, *spread)
+    for num, n in ((30, 64), (100, 4), (100, 64), (500, 4))
+    for size, spread in ((5, (0.7, 1.5, 0.4)), (max(3, num // 10), (1.5, 1.0, 0.8)))
+]
+"""Problems, samples, mean cluster size, and the spreads: moderate (ICC .18) and extreme (ICC .69)."""
+
+
+def _measure(name: str, value: float, *, least: float = 0.0, most: float = 1.0) -> dict[str, object]:
+    target = f">= {least:.3g}" if most == 1.0 else f"<= {most:.3g}"
+    is_ok = bool(least <= value <= most)
+    return {
+        "name": name,
+        "value": float(value),
+        "unit": "share",
+        "target": target,
+        "ok": is_ok,
+        "versions": {"numpy": np.__version__},
+    }

@@ -1,0 +1,53 @@
+"""The gate of one evaluation against another, by tiers of benchmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_promotion import EASY, HARD, scored
+
+from klear_core.errors import ConfigError
+from klear_core.evaluate.compare.gate import GatePolicy, gate, read_policy
+
+
+def verdict(tmp_path: Path, **policy) -> str:
+    """Gate a model that gains 20 of 100 problems on `a` and loses 10 of 100 on `b`."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    if not old.exists():
+        scored(old, a=[EASY] * 50 + [HARD] * 50, b=[EASY] * 100)
+        scored(new, a=[EASY] * 70 + [HARD] * 30, b=[EASY] * 90 + [HARD] * 10)
+    return gate(GatePolicy.model_validate(policy), new, old).verdict
+
+
+def test_a_critical_loss_is_open_within_the_interval_and_fails_beyond_it(tmp_path: Path) -> None:
+    """The loss of 10 points has an interval of about 4 to 18: a margin of 8 is in it, one of 3 is not, 25 is beyond."""
+    assert verdict(tmp_path, margin=8) == "inconclusive"
+    assert verdict(tmp_path, margin=3) == "failed"
+    assert verdict(tmp_path, margin=25) == "passed"
+    assert verdict(tmp_path, margin=3, margins={"b": 25}) == "passed"
+
+
+def test_a_supporting_benchmark_fails_by_a_shown_loss_and_an_advisory_one_never(tmp_path: Path) -> None:
+    assert verdict(tmp_path, tiers={"b": "supporting"}) == "failed"
+    assert verdict(tmp_path, tiers={"b": "advisory"}) == "passed"
+
+
+def test_a_gain_may_be_asked_for_and_does_not_come_from_an_advisory_benchmark(tmp_path: Path) -> None:
+    assert verdict(tmp_path, margin=25, gain=True) == "passed"
+    assert verdict(tmp_path, margin=25, gain=True, tiers={"a": "advisory"}) == "failed"
+
+
+def test_scores_of_other_benchmarks_fail(tmp_path: Path) -> None:
+    old, new = scored(tmp_path / "a", a=[EASY] * 50), scored(tmp_path / "b", c=[EASY] * 50)
+    result = gate(GatePolicy(), new, old)
+    assert (result.verdict, result.comparisons) == ("failed", ())
+
+
+def test_a_policy_is_checked_with_its_file_and_key(tmp_path: Path) -> None:
+    file = tmp_path / "gate.toml"
+    file.write_text('[tiers]\naime24 = "vital"\n')
+    with pytest.raises(ConfigError, match=r"gate\.toml: .*tiers\.aime24"):
+        read_policy(file)
+    with pytest.raises(ConfigError, match="names 'aime99', but the benchmarks are a, b"):
+        verdict(tmp_path, margins={"aime99": 3})
