@@ -7,6 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -314,7 +315,10 @@ Judge = Callable[[Problem, str], Awaitable[Verdict]]
 """Returns the verdict on a complete model output, think tags included; the real one is `JudgePool.judge_async`."""
 
 RewardValues = Callable[[Problem, Completion, Verdict], Awaitable[Mapping[str, float | None]]]
-"""Returns the values of the user's rewards by name, None for one that failed; the real one is `UserRewards`."""
+"""Returns the values of the user's rewards by name, None for one that failed by itself, FAILED_ON_ANSWER for one that
+failed on this answer alone; the real one is `UserRewards`."""
+FAILED_ON_ANSWER = -math.inf
+"""Value of a user's reward that failed on an answer, until the answer's group is complete (`with_failed_values`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,8 +374,10 @@ class Rollout:
     is_positive: bool
     """Right and well-formed; a right answer without its tags is not."""
     custom_rewards: Mapping[str, float | None] = field(default_factory=dict)
-    """Values of the user's rewards by name, without their weights; None for one that failed, and then `reward` has no
-    meaning."""
+    """Values of the user's rewards by name, without their weights; None for one that failed by itself, and then
+    `reward` has no meaning."""
+    failed_rewards: tuple[str, ...] = ()
+    """Names of the user's rewards that failed on this answer, and gave it the lowest value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,8 @@ from klear_core.config.verify import UserFunction
 class CustomReward(UserFunction):
     """A reward of the user's own, added to that of the verdict: a function of a `JudgedAnswer` that returns a number.
 
-    An answer on which it fails leaves its group and is counted.
+    An answer on which it fails, though it works on a trivial one to the same problem, gets `failed_value`. If it fails
+    on that, too, the answer leaves its group and is counted.
     """
 
     name: str = Field(default="", pattern=r"^([A-Za-z][A-Za-z0-9_]*)?$")
@@ -39,9 +40,14 @@ class CustomReward(UserFunction):
     weight: float = Field(default=1.0, ge=-100, le=100)
     """Factor on the value in the sum of all rewards; 0 only logs it."""
     min_value: float = Field(default=-100, ge=-1e6, le=1e6)
-    """Smallest value that is accepted; an answer with a smaller one leaves its group and is counted."""
+    """Smallest value that is accepted; one that is smaller is a failure."""
     max_value: float = Field(default=100, ge=-1e6, le=1e6)
-    """Largest value that is accepted; an answer with a larger one leaves its group and is counted."""
+    """Largest value that is accepted; one that is larger is a failure."""
+    failed_value: float | None = Field(default=None, ge=-1e6, le=1e6)
+    """Value of an answer on which the function fails; None: that of the answer in its group which gains least by this
+    reward."""
+
+    as_before = {"failed_value": None}
 
     @property
     def label(self) -> str:
@@ -52,6 +58,11 @@ class CustomReward(UserFunction):
     def _in_order(self) -> CustomReward:
         if self.min_value > self.max_value:
             raise ValueError(f"min_value = {self.min_value} is above max_value = {self.max_value}")
+        if self.failed_value is not None and not self.min_value <= self.failed_value <= self.max_value:
+            raise ValueError(
+                f"failed_value = {self.failed_value} is not between min_value = {self.min_value} and "
+                f"max_value = {self.max_value}"
+            )
         return self
 
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from klear_core.config.rl import (
@@ -23,7 +24,16 @@ from klear_core.config.rl import (
 from klear_core.config.verify import source_digest
 from klear_core.errors import JudgeError, RewardError
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN
-from klear_core.types import Completion, JudgedAnswer, MathReference, Outcome, Problem, Verdict
+from klear_core.types import (
+    FAILED_ON_ANSWER,
+    Completion,
+    JudgedAnswer,
+    MathReference,
+    Outcome,
+    Problem,
+    Rollout,
+    Verdict,
+)
 from klear_core.verify import JudgeHealth, JudgePool
 
 
@@ -44,9 +54,38 @@ def reward_of(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> fl
 
 
 def custom_reward(values: Mapping[str, float | None], cfg: RewardConfig) -> float:
-    """Return the weighted sum of the user's rewards; `groups.py` drops answers for which one of them failed."""
+    """Return the weighted sum of the user's rewards; those that failed are left out.
+
+    `with_failed_values` adds those that failed on the answer, `groups.py` drops answers for which one failed by itself.
+    """
     weight_of = {reward.label: reward.weight for reward in cfg.custom}
-    return math.fsum(weight_of[name] * value for name, value in values.items() if value is not None)
+    given = {name: value for name, value in values.items() if value not in (None, FAILED_ON_ANSWER)}
+    return math.fsum(weight_of[name] * value for name, value in given.items() if value is not None)
+
+
+def with_failed_values(rollouts: Sequence[Rollout], cfg: RewardConfig) -> tuple[Rollout, ...]:
+    """Return a complete group in which an answer that a user's reward failed on has the reward's `failed_value`, or the
+    value of the answer that gains least by this reward.
+
+    So no answer is better off for making a reward fail. Where the reward failed on all answers there is no such value,
+    and they are dropped as if it had failed by itself.
+    """
+    filled = list(rollouts)
+    for reward in cfg.custom:
+        name, weight = reward.label, reward.weight
+        values = [rollout.custom_rewards.get(name) for rollout in filled]
+        given = [value for value in values if value is not None and value != FAILED_ON_ANSWER]
+        lowest = min(given, key=lambda value: weight * value, default=None)
+        value = lowest if reward.failed_value is None else reward.failed_value
+        for i, rollout in enumerate(filled):
+            if values[i] == FAILED_ON_ANSWER:
+                filled[i] = replace(
+                    rollout,
+                    reward=rollout.reward + weight * (value or 0.0),
+                    custom_rewards={**rollout.custom_rewards, name: value},
+                    failed_rewards=(*rollout.failed_rewards, name),
+                )
+    return tuple(filled)
 
 
 def is_positive(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> bool:
@@ -163,11 +202,14 @@ class UserRewards:
             )
             for reward in rewards
         }
+        self._warned: set[str] = set()
+        """Rewards of which a failure was logged."""
 
     async def __call__(self, problem: Problem, completion: Completion, verdict: Verdict) -> dict[str, float | None]:
-        """Return each reward's value by name, None where the function failed.
+        """Return each reward's value by name: None where the function failed by itself, FAILED_ON_ANSWER where it
+        failed on this answer and works on a trivial one to the same problem.
 
-        Raise RewardError when one fails too often: the limits are those of the judges.
+        Raise RewardError when one fails too often by itself: the limits are those of the judges.
         """
         if not verdict.outcome.counts_for_model or completion.finish_reason == "abort":
             return {}  # such an answer is dropped from its group, whatever its rewards are
@@ -189,14 +231,12 @@ class UserRewards:
         future = self._judges.submit_reward(reward, self._rewards[reward], answer)
         result = await asyncio.wrap_future(future)
         health = self._health[reward.label]
-        # Before `record`, which counts this one: a warning for each failure would flood the log.
-        is_first_failure = not result.outcome.counts_for_model and health.num_failed == 0
+        has_failed = not result.outcome.counts_for_model or result.score == FAILED_ON_ANSWER
+        if has_failed and reward.label not in self._warned:  # a warning for each failure would flood the log
+            self._warned.add(reward.label)
+            log.warning("the reward %r failed on an answer: %s", reward.label, result.detail)
         try:
             health.record(result)
         except JudgeError as e:
             raise RewardError(str(e)) from e
-        if result.outcome.counts_for_model:
-            return result.score
-        if is_first_failure:
-            log.warning("the reward %r failed on an answer: %s", reward.label, result.detail)
-        return None
+        return result.score if result.outcome.counts_for_model else None

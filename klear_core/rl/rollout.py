@@ -26,7 +26,7 @@ from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.prompts import completed, opening_of, render_prompt
 from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
-from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of
+from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of, with_failed_values
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
 
@@ -349,7 +349,8 @@ class _Round:
         groups = []
         for item, tasks in zip(self.items, self._by_item, strict=True):
             if all(_has_result(task) for task in tasks):
-                groups.append(RolloutGroup(problem=item.problem, rollouts=tuple(task.result() for task in tasks)))
+                rollouts = with_failed_values([task.result() for task in tasks], self._cfg.reward)
+                groups.append(RolloutGroup(problem=item.problem, rollouts=rollouts))
         return groups
 
     def _cancel_surplus(self, group: Sequence[asyncio.Task[Rollout]], _done: asyncio.Task[Rollout]) -> None:

@@ -197,11 +197,14 @@ def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _custom_rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each of the user's rewards, without its weight, and the share of answers where it failed."""
+    """Return the mean of each of the user's rewards, without its weight, and the share of answers where it failed.
+
+    The value of an answer that it failed on is no part of the mean.
+    """
     values: dict[str, list[float | None]] = {}
     for rollout in rollouts:
         for name, value in rollout.custom_rewards.items():
-            values.setdefault(name, []).append(value)
+            values.setdefault(name, []).append(None if name in rollout.failed_rewards else value)
     metrics: dict[str, float] = {}
     for name, given in values.items():
         numbers = [value for value in given if value is not None]

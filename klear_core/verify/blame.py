@@ -16,8 +16,8 @@ from collections import Counter
 from klear_core.config.verify import MathConfig, VerifyConfig
 from klear_core.errors import JudgeError
 from klear_core.types import (
-    AnswerToJudge,
     CodeReference,
+    JudgedAnswer,
     MathReference,
     Outcome,
     Problem,
@@ -107,20 +107,30 @@ def digest_of(trial: CodeTask) -> bytes:
 
 
 def probes_of(task: UserTask) -> list[UserTask]:
-    """Return calls of a judge on answers of ours: a plain number, and the reference's own answer.
+    """Return calls of a user's judge or reward on answers of ours to the same problem: a plain number, and the right
+    answer.
 
-    The reference's answer is its value, or the text at `answer` where the value is a table with one.
+    A judge's right answer is the reference's value, or the text at `answer` where the value is a table with one.
     """
-    assert isinstance(task.answer, AnswerToJudge)
-    value = task.answer.reference
+    asked = task.answer
+    if isinstance(asked, JudgedAnswer):
+        right = [trivial_answer(asked, box=asked.answers[0], score=1.0)] if asked.answers else []
+        return [dataclasses.replace(task, answer=answer) for answer in (trivial_answer(asked), *right)]
+    value = asked.reference
     if isinstance(value, dict) and isinstance(value.get("answer"), str):
         value = value["answer"]
     probes: list[UserTask] = []
     for box in (TRIAL_ANSWER, value if isinstance(value, str) else json.dumps(value)):
         text = f"\\boxed{{{box}}}"
-        answer = dataclasses.replace(task.answer, answer=text, box=box, response=f"<think>\n</think>\n{text}")
+        answer = dataclasses.replace(asked, answer=text, box=box, response=f"<think>\n</think>\n{text}")
         probes.append(dataclasses.replace(task, answer=answer))
     return probes
+
+
+def trivial_answer(asked: JudgedAnswer, *, box: str = TRIAL_ANSWER, score: float = 0.0) -> JudgedAnswer:
+    """Return a short, complete answer to the same problem."""
+    text = f"<think>\n</think>\n\\boxed{{{box}}}"
+    return dataclasses.replace(asked, text=text, score=score, num_tokens=len(text.split()), finish_reason="stop")
 
 
 def _has_test_program(reference: CodeReference) -> bool:

@@ -19,6 +19,7 @@ from klear_core.cpus import usable_cpus
 from klear_core.errors import ConfigError, JudgeError, SandboxError
 from klear_core.prompts import NoAnswer, find_answer_text
 from klear_core.types import (
+    FAILED_ON_ANSWER,
     AnswerToJudge,
     CodeReference,
     CustomReference,
@@ -192,6 +193,7 @@ class JudgePool:
     def submit_reward(self, reward: CustomReward, digest: str, answer: JudgedAnswer) -> Future[Verdict]:
         """Return a future of the value of a user's reward: the score of a verdict, SCORED unless the function failed.
 
+        The value is FAILED_ON_ANSWER if it failed on this answer, and works on a trivial one to the same problem.
         `digest` is the `source_digest` that its module must have.
         """
         return self._submit(UserTask(function=reward, digest=digest, answer=answer))
@@ -389,21 +391,23 @@ class JudgePool:
             case MathTask():
                 detail = f"answer {task.answer} is wrong: {fault.detail}, where the reference itself is"
                 return _done(Verdict(outcome=Outcome.SCORED, score=0.0, detail=detail))
-            case UserTask(function=CustomJudge(), answer=AnswerToJudge()):
-                return self._blame_user_judge(task, fault)
+            case UserTask():
+                return self._blame_user_function(task, fault)
             case _:
                 return _failed(fault)
 
-    def _blame_user_judge(self, task: UserTask, fault: Fault) -> Future[Verdict]:
-        """Try the judge on answers of ours; if it works on one, the model's answer is wrong."""
+    def _blame_user_function(self, task: UserTask, fault: Fault) -> Future[Verdict]:
+        """Try a user's judge or reward on answers of ours; if it works on one, the model's answer is to blame."""
         verdict: Future[Verdict] = Future()
         verdict.set_running_or_notify_cancel()
         probes = probes_of(task)
 
         def follow(done: Future[Verdict] | None) -> None:
             if done is not None and done.exception() is None and done.result().outcome is Outcome.SCORED:
-                detail = f"wrong: the judge works on another answer, but on this one it failed: {fault.detail}"
-                verdict.set_result(Verdict(outcome=Outcome.SCORED, score=0.0, detail=detail))
+                is_judge = isinstance(task.function, CustomJudge)
+                what, score = ("wrong: the judge", 0.0) if is_judge else ("the reward", FAILED_ON_ANSWER)
+                detail = f"{what} works on another answer, but on this one it failed: {fault.detail}"
+                verdict.set_result(Verdict(outcome=Outcome.SCORED, score=score, detail=detail))
             elif probes:
                 self._submit(probes.pop(0), is_probe=True).add_done_callback(follow)
             else:

@@ -1,6 +1,7 @@
 """Load, check and call functions of the user's own. They are imported in child processes only.
 
-python -m klear_core.verify.user_code MODULE:FUNCTION MEMORY_MB    imports it and prints what is wrong with it as JSON
+python -m klear_core.verify.user_code judge|reward SETTINGS    imports it and prints what is wrong with it as JSON;
+a reward is also called on a trivial answer
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 from klear_core.config.rl import CustomReward
 from klear_core.config.verify import CustomJudge, UserFunction, module_file, source_digest
 from klear_core.errors import ConfigError
-from klear_core.types import Outcome, Verdict
+from klear_core.types import AnswerToJudge, JudgedAnswer, Outcome, Verdict
 from klear_core.verify.client import Fault, UserTask
 
 IMPORT_TIMEOUT_S = 120.0
@@ -37,6 +38,19 @@ IMPORT_TIMEOUT_S = 120.0
 
 OUT_OF_MEMORY = 77
 """Exit status of a worker whose function needed more memory than it may have."""
+
+TRIAL = JudgedAnswer(
+    problem_id="trial",
+    source="trial",
+    question="What is 7906 + 1?",
+    answers=("7907",),
+    text="<think>\nOne more than 7906 is 7907.\n</think>\n\\boxed{7907}",
+    score=1.0,
+    num_tokens=12,
+    finish_reason="stop",
+)
+"""The trivial answer that a reward must give a value before a run."""
+_CALLED = "its call on a trivial answer"
 
 Function = Callable[[Any], float]
 
@@ -55,13 +69,17 @@ def compute(task: UserTask) -> Verdict | Fault:
     try:
         if cfg.function not in _LOADED:
             _LOADED[cfg.function] = _load_unchanged(cfg, task.digest)
-        with ended_after(cfg.timeout_s):
-            value = _LOADED[cfg.function](task.answer)
-        return Verdict(outcome=Outcome.SCORED, score=_number(value, cfg))
+        return Verdict(outcome=Outcome.SCORED, score=_value(cfg, task.answer))
     except (Exception, SystemExit) as e:  # noqa: BLE001  the user's code may raise anything
         if _is_out_of_memory(e):
             os._exit(OUT_OF_MEMORY)
         return Fault(kind="broke_off", detail=_described(e))
+
+
+def _value(cfg: CustomReward | CustomJudge, answer: JudgedAnswer | AnswerToJudge) -> float:
+    with ended_after(cfg.timeout_s):
+        value = _LOADED[cfg.function](answer)
+    return _number(value, cfg)
 
 
 def limit_memory(memory_mb: int) -> None:
@@ -93,39 +111,58 @@ def check_judges(judges: Iterable[CustomJudge]) -> None:
 
 
 def check(cfg: UserFunction) -> None:
-    """Import the function in a child process. ConfigError if it cannot be imported or called with one argument."""
+    """Import the function in a child process, and call a reward there on a trivial answer.
+
+    ConfigError if it cannot be imported, called with one argument, or give that answer a value.
+    """
     module_file(cfg.module)
-    command = [sys.executable, "-m", "klear_core.verify.user_code", cfg.function, str(cfg.memory_mb)]
+    kind = "reward" if isinstance(cfg, CustomReward) else "judge"
+    command = [sys.executable, "-m", "klear_core.verify.user_code", kind, cfg.model_dump_json()]
+    limit_s = IMPORT_TIMEOUT_S + (longest_s(cfg.timeout_s) if kind == "reward" else 0)
     try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=IMPORT_TIMEOUT_S, check=False
-        )
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"its import does not end within {IMPORT_TIMEOUT_S:g} s") from None
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    what = _CALLED if lines == [None] and kind == "reward" else "its import"
     if ended.returncode == OUT_OF_MEMORY:
-        raise ConfigError(f"its import failed: {memory_message(cfg)}")
-    lines = ended.stdout.splitlines()
+        raise ConfigError(f"{what} failed: {memory_message(cfg)}")
+    if -ended.returncode in (RAN_OUT, RAN_OUT_OF_CPU, signal.SIGKILL) and what == _CALLED:
+        raise ConfigError(f"{what} does not end within timeout_s = {cfg.timeout_s:g}")
     if ended.returncode != 0 or not lines:
-        raise ConfigError(f"its import ended the process (exit status {ended.returncode}): {ended.stderr[-300:]}")
-    problem = json.loads(lines[-1])
+        raise ConfigError(f"{what} ended the process (exit status {ended.returncode}): {ended.stderr[-300:]}")
+    problem = next(filter(None, lines), None)
     if problem:
         raise ConfigError(problem)
 
 
 def main() -> None:
-    """Print what is wrong with the function named on the command line, as JSON; null if nothing is."""
+    """Print what is wrong with the function named on the command line, as JSON; null if nothing is.
+
+    Of a reward there are two lines: of its import, and of its call.
+    """
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the module may print while it is imported
-    limit_memory(int(sys.argv[2]))
+    kind, settings = sys.argv[1:]
+    cfg = (CustomReward if kind == "reward" else UserFunction).model_validate_json(settings, extra="ignore")
+    limit_memory(cfg.memory_mb)
+    problem = _attempt("its import", lambda: _LOADED.update({cfg.function: load(cfg.function)}))
+    print(json.dumps(problem), file=report, flush=True)
+    if isinstance(cfg, CustomReward) and problem is None:
+        problem = _attempt(_CALLED, lambda: _value(cfg, TRIAL))
+        print(json.dumps(problem), file=report, flush=True)
+    report.close()
+
+
+def _attempt(what: str, action: Callable[[], object]) -> str | None:
+    """Return why an action of the user's code failed; None if it did not."""
     try:
-        load(sys.argv[1])
-        problem = None
-    except Exception as e:  # noqa: BLE001  the user's code may raise anything
+        action()
+    except (Exception, SystemExit) as e:  # noqa: BLE001  the user's code may raise anything
         if _is_out_of_memory(e):
             os._exit(OUT_OF_MEMORY)
-        problem = str(e) if isinstance(e, ConfigError) else f"its import failed: {_described(e)}"
-    report.write(f"{json.dumps(problem)}\n")
-    report.close()
+        return str(e) if isinstance(e, ConfigError) else f"{what} failed: {_described(e)}"
+    return None
 
 
 def load(name: str) -> Function:

@@ -1,4 +1,4 @@
-"""Rewards of the user's own: in the sum, in the metrics, and out of the group where they fail."""
+"""Rewards of the user's own: in the sum, in the metrics, and whose fault it is where they fail."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from klear_core.errors import RewardError
 from klear_core.generate.engine import FakeAnswer, FakeEngine
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.groups import keep_informative, to_samples
-from klear_core.rl.rewards import UserRewards, custom_reward
+from klear_core.rl.rewards import UserRewards, custom_reward, with_failed_values
 from klear_core.rl.rollout import Collector, PromptStream, Sampler, StepRollouts
 from klear_core.rl.step_metrics import describe_groups
 from klear_core.train.base_model import model_folder
-from klear_core.types import Completion, Outcome, Problem, Rollout, RolloutGroup, Verdict
+from klear_core.types import FAILED_ON_ANSWER, Completion, Outcome, Problem, Rollout, RolloutGroup, Verdict
 from klear_core.verify import JudgePool
 
 SOURCE = """
@@ -36,6 +36,12 @@ def picky(answer):
     if answer.text == "bad": raise ValueError("a bad one")
     if answer.text == "slow": time.sleep(1000)
     return 1.0
+
+def knows(answer):
+    return {"another question": 1.0}[answer.question]
+
+def long(answer):
+    return 1.0 / max(0, len(answer.text) - 3)
 """
 LETTERS = CustomReward(function="mine:letters", weight=0.5)
 PICKY = CustomReward(function="mine:picky", weight=-2, name="fussy", timeout_s=0.3)
@@ -45,6 +51,7 @@ def test_the_sum_is_weighted_by_name_and_a_weight_of_zero_only_logs() -> None:
     cfg = RewardConfig(custom=(LETTERS, PICKY, CustomReward(function="mine:seen", weight=0)))
     assert custom_reward({"letters": 3.0, "fussy": 1.0, "seen": 90.0}, cfg) == 0.5 * 3 - 2
     assert custom_reward({}, RewardConfig()) == 0
+    assert custom_reward({"letters": 3.0, "fussy": FAILED_ON_ANSWER, "seen": None}, cfg) == 0.5 * 3
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,7 @@ def test_the_sum_is_weighted_by_name_and_a_weight_of_zero_only_logs() -> None:
         ([{"function": "mine:mean"}], "'mean' is taken by the metric"),
         ([{"function": "mine:a", "name": "a/b"}], "should match pattern"),
         ([{"function": "mine:a", "min_value": 1, "max_value": 0}], "min_value = 1.0 is above max_value = 0.0"),
+        ([{"function": "mine:a", "min_value": 0, "failed_value": -1}], "failed_value = -1.0 is not between min_value"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: object, why: str) -> None:
@@ -147,26 +155,75 @@ def collect(folder: Path, cfg: RlConfig, texts: tuple[str, ...], **judging: floa
 
 
 @pytest.mark.usefixtures("source")
-def test_a_users_reward_decides_what_is_learnt_and_its_failures_are_left_out(
+def test_a_users_reward_decides_what_is_learnt_and_a_machines_failure_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Four wrong answers have no gradient. With two rewards the long one is above the short one by 3 x 0.5."""
+    """Four wrong answers have no gradient. With two rewards the long one is above the short one by 3 x 0.5. That on which
+    `fussy` raises has its value of the others, that on which its worker was killed by the wall clock is left out."""
     texts = ("a", "bad", "slow", "aaaa")
     with caplog.at_level(logging.WARNING):
         collected = collect(tmp_path, cfg_with(LETTERS, PICKY), texts)
     (group,) = collected.kept
-    assert {r.completion.text: r.reward for r in group.rollouts} == {"a": -1 + 0.5 - 2, "aaaa": -1 + 2 - 2}
-    assert collected.drops.of("rollout") == {"reward_fussy_failed": 2}
+    assert {r.completion.text: r.reward for r in group.rollouts} == {
+        "a": -1 + 0.5 - 2,
+        "bad": -1 + 1.5 - 2,
+        "aaaa": -1 + 2 - 2,
+    }
+    assert {r.completion.text: r.failed_rewards for r in group.rollouts} == {"a": (), "bad": ("fussy",), "aaaa": ()}
+    assert collected.drops.of("rollout") == {"reward_fussy_failed": 1}
     rows = to_samples([group], cfg_with().advantage, OverlongConfig(), oldest_allowed=0).rows
-    assert [row.advantage for row in rows] == pytest.approx([-1, 1], abs=1e-4)
+    mean, std = 0.5 * 8 / 3, 0.5 * (14 / 9) ** 0.5  # of 0.5, 1.5 and 2, which are 0.5 times 1, 3 and 4
+    assert [row.advantage for row in rows] == pytest.approx([(x - mean) / std for x in (0.5, 1.5, 2)], abs=1e-4)
     assert caplog.text.count("the reward 'fussy' failed on an answer") == 1
     assert "the reward 'letters'" not in caplog.text
 
 
 @pytest.mark.usefixtures("source")
 def test_a_reward_that_fails_too_often_stops_the_stage_by_name(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"[23] of [23] values of the reward 'fussy' failed.*a bad one"):
-        collect(tmp_path, cfg_with(PICKY), ("bad", "bad", "bad", "a"), min_failed_count=2)
+    knows = CustomReward(function="mine:knows")
+    with pytest.raises(RewardError, match=r"[23] of [23] values of the reward 'knows' failed.*KeyError.*mine.py, line 13"):
+        collect(tmp_path, cfg_with(knows), ("a", "b", "c", "d"), min_failed_count=2)
+
+
+@pytest.mark.usefixtures("source")
+def test_answers_that_a_reward_fails_on_do_not_stop_the_stage(tmp_path: Path) -> None:
+    """1 / 0 for texts of up to three characters; the group's lowest value is that of five, 1 / 2."""
+    collected = collect(tmp_path, cfg_with(CustomReward(function="mine:long")), ("a", "b", "4444", "55555"), min_failed_count=1)
+    (group,) = collected.kept
+    assert {r.completion.text: r.custom_rewards["long"] for r in group.rollouts} == {
+        "a": 0.5,
+        "b": 0.5,
+        "4444": 1.0,
+        "55555": 0.5,
+    }
+    metrics = describe_groups(collected.groups, DropCounts())
+    assert metrics["rl/reward/long/failed_frac"] == 0.5
+    assert metrics["rl/reward/long/mean"] == 0.75
+    assert metrics["rl/reward/mean"] == -1 + (0.5 + 0.5 + 1 + 0.5) / 4
+
+
+@pytest.mark.parametrize(
+    ("weight", "failed_value", "value"),
+    [(2.0, None, 1.0), (-2.0, None, 3.0), (2.0, -5.0, -5.0), (-2.0, 90.0, 90.0), (0.0, None, 1.0)],
+)
+def test_an_answer_that_a_reward_fails_on_gains_no_more_by_it_than_any_other(
+    weight: float, failed_value: float | None, value: float
+) -> None:
+    cfg = RewardConfig(custom=(CustomReward(function="m:a", weight=weight, failed_value=failed_value),))
+    group = [rollout({"a": 1.0}), rollout({"a": FAILED_ON_ANSWER}, reward=0.25), rollout({"a": 3.0}), rollout({})]
+    filled = with_failed_values(group, cfg)
+    assert filled[1].custom_rewards == {"a": value}
+    assert filled[1].reward == 0.25 + weight * value
+    assert [filled[i] for i in (0, 2, 3)] == [group[i] for i in (0, 2, 3)]
+
+
+def test_a_reward_that_fails_on_every_answer_of_a_group_leaves_nothing_to_compare() -> None:
+    cfg = RewardConfig(custom=(CustomReward(function="m:a"),))
+    filled = with_failed_values([rollout({"a": FAILED_ON_ANSWER}), rollout({"a": None})], cfg)
+    kept = keep_informative(
+        [RolloutGroup(problem=problem("q"), rollouts=filled)], GroupFilterConfig(), OverlongConfig()
+    )
+    assert kept.drops.of("rollout") == {"reward_a_failed": 2}
 
 
 @pytest.mark.usefixtures("source")

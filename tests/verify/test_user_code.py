@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from klear_core.config.rl import CustomReward
-from klear_core.config.verify import VerifyConfig, VerifyRuntime, source_digest
+from klear_core.config.verify import CustomJudge, VerifyConfig, VerifyRuntime, source_digest
 from klear_core.errors import ConfigError
-from klear_core.types import JudgedAnswer, Outcome, Verdict
+from klear_core.types import FAILED_ON_ANSWER, JudgedAnswer, Outcome, Verdict
 from klear_core.verify import JudgePool
 from klear_core.verify.user_code import check, load
 
@@ -54,6 +54,9 @@ def by_text(answer):
     if text == "alarm_left":
         signal.alarm(1)
     return {"nan": float("nan"), "inf": float("inf"), "big": 3.0, "none": None, "word": "1"}.get(text, 0.5)
+
+def of_known_problems(answer):
+    return {"What is 7906 + 1?": 1.0}[answer.question]
 """
 
 
@@ -113,19 +116,29 @@ def test_a_number_is_the_value_whatever_its_type(pool: JudgePool) -> None:
         ("big", "returned 3, which is not between -2 and 2"),
         ("none", "returned NoneType, and not a number"),
         ("word", "returned str, and not a number"),
-        ("exit", ""),
+        ("exit", "SystemExit: 0"),
+        ("loop", "killed at its limit of CPU time"),
         ("die", "a worker died"),
         ("segfault", "a worker died"),
     ],
 )
-def test_a_function_that_fails_has_no_value_and_the_next_one_has(pool: JudgePool, text: str, why: str) -> None:
-    failed = value(pool, "by_text", text, min_value=-2, max_value=2)
-    assert failed.outcome is Outcome.JUDGE_FAILED
+def test_a_reward_that_fails_on_one_answer_alone_has_failed_on_it_and_the_next_one_has_a_value(
+    pool: JudgePool, text: str, why: str
+) -> None:
+    failed = value(pool, "by_text", text, min_value=-2, max_value=2, timeout_s=0.5)
+    assert (failed.outcome, failed.score) == (Outcome.SCORED, FAILED_ON_ANSWER)
+    assert failed.detail.startswith("the reward works on another answer, but on this one it failed")
     assert re.search(why, failed.detail)
     assert value(pool, "by_text").score == 0.5
 
 
-@pytest.mark.parametrize("text", ["sleep", "loop", "blocked", "alarm_cancelled", "alarm_replaced"])
+def test_a_reward_that_fails_on_a_trivial_answer_to_the_problem_too_has_failed_by_itself(pool: JudgePool) -> None:
+    failed = value(pool, "of_known_problems")
+    assert failed.outcome is Outcome.JUDGE_FAILED
+    assert re.search(r"KeyError: '3 \+ 4\?' \(my_rewards.py, line 40\)", failed.detail)
+
+
+@pytest.mark.parametrize("text", ["sleep", "blocked", "alarm_cancelled", "alarm_replaced"])
 def test_a_function_that_hangs_is_killed_at_its_wall_clock(pool: JudgePool, text: str) -> None:
     assert value(pool, "by_text", text, timeout_s=0.2).outcome is Outcome.TIMED_OUT
     assert value(pool, "by_text").score == 0.5
@@ -223,7 +236,7 @@ def test_a_fit_function_passes_without_being_imported_here(folder: Path, capfd: 
         ("import no_such_library", "its import failed: ModuleNotFoundError: No module named 'no_such_library'"),
         ("import os\nos._exit(4)", "its import ended the process .exit status 4"),
         ("x = bytearray(10**9)", "its import failed: unfit:f needs more memory than its memory_mb = 256"),
-        ("raise SystemExit(0)", "its import ended the process .exit status 0"),
+        ("raise SystemExit(0)", r"its import failed: SystemExit: 0 \(unfit.py, line 1\)"),
         ("import os\nos.write(2, b'\\xff')\nos._exit(4)", "its import ended the process .exit status 4"),
     ],
 )
@@ -231,6 +244,28 @@ def test_an_import_that_fails_does_so_in_the_child(folder: Path, source: str, wh
     (folder / "unfit.py").write_text(source)
     with pytest.raises(ConfigError, match=why):
         check(CustomReward(function="unfit:f", memory_mb=256))
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return answer.no_such", r"failed: AttributeError: .*no_such.* \(tried.py, line 2\)"),
+        ("raise SystemExit(3)", r"failed: SystemExit: 3 \(tried.py, line 2\)"),
+        ("return 1e9", "failed: ValueError: it returned 1e.09, which is not between -100 and 100"),
+        ("return None", "failed: TypeError: it returned NoneType, and not a number"),
+        ("import os; os._exit(4)", "ended the process .exit status 4"),
+        ("return len(bytearray(10**9))", "failed: tried:f needs more memory than its memory_mb = 256"),
+        ("import time; time.sleep(1000)", "does not end within timeout_s = 0.3"),
+        ("while True: pass", "does not end within timeout_s = 0.3"),
+    ],
+)
+def test_a_reward_that_gives_a_trivial_answer_no_value_is_refused_with_its_line(
+    folder: Path, body: str, why: str
+) -> None:
+    (folder / "tried.py").write_text(f"def f(answer):\n    {body}\n")
+    with pytest.raises(ConfigError, match=f"its call on a trivial answer {why}"):
+        check(CustomReward(function="tried:f", memory_mb=256, timeout_s=0.3))
+    check(CustomJudge(name="tried", function="tried:f", memory_mb=256))  # a judge is tried on references
 
 
 @pytest.mark.parametrize(
