@@ -46,9 +46,9 @@ def bpe_tokenizer(rule: str = "gpt-2", *, template: str = CHAT_TEMPLATE) -> PreT
     return tokenizer
 
 
-def write_model(family: str, folder: Path, rule: str = "gpt-2") -> Path:
+def write_model(family: str, folder: Path, rule: str = "gpt-2", **sizes: int) -> Path:
     tokenizer = bpe_tokenizer(rule)
-    write_family(family, folder)
+    write_family(family, folder, **sizes)
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     for name in ("config.json", "generation_config.json"):
