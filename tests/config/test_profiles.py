@@ -25,8 +25,11 @@ def test_the_profiles_are_these() -> None:
         "klear_8b_script",
         "laptop",
         "node_8",
+        "qwen3_06b",
         "single_gpu",
         "smoke",
+        "smol",
+        "smol_ci",
     ]
 
 

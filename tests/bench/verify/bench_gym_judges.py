@@ -1,0 +1,197 @@
+"""The math judge against the own scorers of reasoning-gym's tasks, on the references' answers and on changed ones.
+
+It needs the extra `gym`. `klear bench gym_judges` writes the table of docs/data/reasoning_gym.md; it takes ten minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+
+from klear_core.config.curate import DifficultyConfig
+from klear_core.config.data import REASONING_GYM, GymSource
+from klear_core.config.verify import VerifyConfig
+from klear_core.data.candidates import Candidate, problem_from
+from klear_core.data.generated.gym import BY_TEXT
+from klear_core.data.sources import read_source
+from klear_core.errors import ConfigError
+from klear_core.types import CustomReference, MathReference, Problem
+from klear_core.verify import JudgePool, gym
+
+PAGE = Path(__file__).parents[3] / "docs/data/reasoning_gym.md"
+NUM_PROBLEMS = 12
+NUM_SLOW, SLOW = 4, ("futoshiki", "knight_swap", "sokoban", "zebra_puzzles")
+"""Tasks that take a quarter of a second or more to make a problem."""
+_NUM_OTHERS = 3
+_INTEGER = re.compile(r"-?\d+")
+_DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
+_SHOWN = 40
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """Verdicts of both judges on the answers to one task's problems."""
+
+    task: str
+    num_problems: int = 0
+    num_without: int = 0
+    """Problems without a reference answer."""
+    num_read: int = 0
+    """Reference answers that the math judge calls right, too."""
+    agreed: int = 0
+    only_math: list[str] = field(default_factory=list)
+    """Answers that only the math judge calls right, each after the reference's."""
+    only_own: list[str] = field(default_factory=list)
+    parts: Counter[float] = field(default_factory=Counter)
+    """Scores between 0 and 1 of the own scorer."""
+    error: str = ""
+
+    @property
+    def is_math(self) -> bool:
+        """Whether the math judge can score the task by itself."""
+        return not (self.num_without or self.only_math or self.only_own or self.error)
+
+
+def measure() -> list[dict[str, object]]:
+    """Compare the judges on all tasks, and write the page."""
+    found = []
+    with JudgePool(VerifyConfig()) as judges:
+        for task in gym.tasks():
+            found.append(_compared(task, judges))
+            print(_line(found[-1]), flush=True)
+    PAGE.write_text(page(found))
+    able = sum(comparison.is_math for comparison in found)
+    broken = [comparison.task for comparison in found if comparison.error]
+    versions = {"reasoning-gym": REASONING_GYM}
+    entries = [
+        ("gym_judges/tasks", len(found), "tasks", "-", True),
+        ("gym_judges/math_judge_suffices", able, "tasks", "-", True),
+        ("gym_judges/without_problems", len(broken), "tasks", "0", not broken),
+    ]
+    return [
+        {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
+    ]
+
+
+def _compared(task: str, judges: JudgePool) -> Comparison:
+    comparison = Comparison(task=task)
+    source = GymSource(task=task, name=task, num_problems=NUM_SLOW if task in SLOW else NUM_PROBLEMS)
+    try:
+        rows = [row for row in read_source(source, seed=0) if isinstance(row, Candidate)]
+    except ConfigError as e:
+        return replace(comparison, error=str(e))
+    problems = [problem_from(row, DifficultyConfig()) for row in rows]
+    answers = [_reference_answer(problem) for problem in problems]
+    comparison.num_problems, comparison.num_without = len(problems), answers.count(None)
+    for problem, answer in zip(problems, answers, strict=True):
+        if answer is not None:
+            others = [other for other in dict.fromkeys(answers) if other is not None and other != answer]
+            _judge(comparison, judges, problem, answer, others[:_NUM_OTHERS])
+    return comparison
+
+
+def _judge(comparison: Comparison, judges: JudgePool, problem: Problem, answer: str, others: Sequence[str]) -> None:
+    by_math = replace(problem, reference=MathReference(answers=(answer,)))
+    tried = list(dict.fromkeys(chain([answer], others, changed(answer))))
+    responses = [f"<think>\n</think>\n\\boxed{{{text}}}" for text in tried]
+    verdicts = [(judges.submit(problem, r), judges.submit(by_math, r)) for r in responses]
+    for text, (own_future, math_future) in zip(tried, verdicts, strict=True):
+        own, math = own_future.result(), math_future.result()
+        comparison.num_read += text == answer and math.is_correct
+        comparison.agreed += own.is_correct == math.is_correct
+        if 0 < own.score < 1:
+            comparison.parts[round(own.score, 2)] += 1
+        if own.is_correct != math.is_correct:
+            place = comparison.only_own if own.is_correct else comparison.only_math
+            place.append(f"{_short(text)} for {_short(answer)}")
+
+
+def changed(answer: str) -> Iterator[str]:
+    """Yield other answers: the same value or list in another form, and near misses."""
+    if _INTEGER.fullmatch(answer):
+        number = int(answer)
+        yield from (str(number + 1), str(-number), f"{number}.0", f"{number:,}", f"+{number}", f"0{number}")
+        yield rf"\frac{{{2 * number}}}{{2}}"
+    elif _DECIMAL.fullmatch(answer):
+        yield from (f"{answer}0", answer[:-1], f"{float(answer):.1f}", str(float(answer) + 1))
+    elif re.fullmatch(r"-?\d+/\d+", answer):
+        value = Fraction(answer)
+        yield from (f"{3 * value.numerator}/{3 * value.denominator}", str(float(value)), str(value + 1))
+    else:
+        yield from (answer.upper(), answer.lower(), f"{answer}.", rf"\text{{{answer}}}", f"{answer} x", answer[::-1])
+        yield from (" ".join(reversed(answer.split())), ", ".join(reversed(answer.split(", "))))
+
+
+def _reference_answer(problem: Problem) -> str | None:
+    assert isinstance(problem.reference, CustomReference)
+    answer = json.loads(problem.reference.value_json)["answer"]
+    assert answer is None or isinstance(answer, str)
+    return answer
+
+
+# ---- page ----
+
+
+def page(found: Sequence[Comparison]) -> str:
+    """Return the page with one row for each task."""
+    able = [comparison.task for comparison in found if comparison.is_math]
+    rows = [_line(comparison) for comparison in found]
+    return "\n".join(
+        [
+            "# The tasks of reasoning-gym",
+            "",
+            f"Version {REASONING_GYM}, {len(found)} tasks; `klear bench gym_judges` writes this page. Each task's own scorer and the math",
+            f"judge judged the same boxed answers to {NUM_PROBLEMS} problems of the task's default configuration ({NUM_SLOW} of the four",
+            f"slowest): the reference's, those of up to {_NUM_OTHERS} other problems, and up to eight changed ones (another form of the",
+            "value, other case, reversed, one off).",
+            "",
+            f'The math judge can score {len(able)} tasks by itself (`judge = "math"`): it called right what the scorer gives the full',
+            f"score, and nothing else. These are {', '.join(f'`{task}`' for task in able)}.",
+            "",
+            "- **levels**: of the curriculum, from 0; none if the task has none.",
+            "- **split by**: what decides training or held-out, numbers and answer, or the text without names.",
+            "- **read**: reference answers that the math judge calls right, of all that there are.",
+            "- **only math**, **only own**: answers that only one of them calls right, with an example.",
+            "- **parts**: scores between 0 and 1 that the scorer gave to wrong answers.",
+            "",
+            "| task | levels | split by | read | agree | only math | only own | parts |",
+            "|---|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _line(comparison: Comparison) -> str:
+    if comparison.error:
+        return f"| `{comparison.task}` | {comparison.error} |"
+    with_answer = comparison.num_problems - comparison.num_without
+    read = f"{comparison.num_read} of {with_answer}" if with_answer else "no reference answer"
+    judged = comparison.agreed + len(comparison.only_math) + len(comparison.only_own)
+    parts = ", ".join(f"{score:g}" for score in sorted(comparison.parts)[:4])
+    cells = [
+        f"`{comparison.task}`",
+        str(gym.num_levels(comparison.task) or "none"),
+        "text" if comparison.task in BY_TEXT else "numbers",
+        read,
+        f"{comparison.agreed} of {judged}" if judged else "",
+        _examples(comparison.only_math),
+        _examples(comparison.only_own),
+        f"{parts}{', …' if len(comparison.parts) > 4 else ''}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _examples(answers: Sequence[str]) -> str:
+    return f"{len(answers)}: {answers[0]}" if answers else ""
+
+
+def _short(text: str) -> str:
+    one_line = " ".join(text.split()).replace("|", "¦").replace("`", "'")
+    return f"`{one_line if len(one_line) <= _SHOWN else f'{one_line[: _SHOWN - 1]}…'}`"
