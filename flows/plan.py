@@ -72,10 +72,21 @@ def show_plan(
         console.print(f"[dim]scores:[/] {escape(line)}")
     for exposure in given_contamination(config):
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")
+    for line in _loophole_lines(config, chosen):
+        console.print(f"[yellow]rewards:[/] {escape(line)}")
     for problem in missing:
         console.print(f"[yellow]before you run:[/] {escape(problem)}")
     if with_config:
         console.print_json(config.model_dump_json())
+
+
+def _loophole_lines(config: PipelineConfig, chosen: Collection[str] | None) -> Iterator[str]:
+    """Yield a line for each reward of the chosen stages that pays for malformed answers."""
+    for stage in stages_of(config):
+        training = stage.job.training()
+        if isinstance(training, RlConfig) and (chosen is None or stage.name in chosen):
+            for loophole in training.reward.loopholes:
+                yield f"{stage.section}.{loophole}"
 
 
 def _plan_table(plans: Sequence[StagePlan]) -> Table:

@@ -11,6 +11,7 @@ KlearError
 ├── RewardError                    a reward of the user's own fails too often
 ├── TeacherError                   the teacher cannot be reached, or its replies cannot be read
 └── TrainingError                  training cannot continue (non-finite steps, a stall, a dead worker)
+    └── CollapseError              most answers of the policy have become useless
 
 An error with `is_permanent` would fail again: it is not retried.
 """
@@ -81,6 +82,12 @@ class TeacherError(KlearError):
 
 class TrainingError(KlearError):
     """Training stopped: too many non-finite steps, a stall, or a lost worker."""
+
+
+class CollapseError(TrainingError):
+    """Most answers of the policy have become useless; the message names what they lack, the limit and the remedy."""
+
+    is_permanent = True
 
 
 # ---- steps that only report ----

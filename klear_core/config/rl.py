@@ -62,7 +62,8 @@ FormatReward = Annotated[
 
 
 class RewardConfig(Settings):
-    """Mapping from verdicts to rewards; defaults from the published code (`reward_config.py`)."""
+    """Mapping from verdicts to rewards; defaults from the published code (`reward_config.py`), but for
+    `missing_close`."""
 
     correct: float = Field(default=1.0, ge=-100, le=100)
     """Reward of the full score; paper section 3.2.4 and scripts."""
@@ -71,14 +72,26 @@ class RewardConfig(Settings):
     -1 to 1."""
     soft: bool = True
     """Reward partial scores (the share of passed tests); False rewards only the full score."""
-    missing_close: FormatReward = -0.5
-    """Reward of an answer without `</think>`, whatever its content; `"none"` judges it like any other. A value above
-    `wrong` favours truncated answers."""
+    missing_close: FormatReward = -1.0
+    """Reward of an answer without `</think>`, whatever its content; `"none"` judges it like any other. Default: that of
+    a wrong answer. The scripts have -0.5, for which a model that is often wrong learns to leave its tags out
+    (docs/when_a_run_goes_wrong.md)."""
     missing_open: FormatReward = -2.0
     """Reward of an answer without `<think>` (checked second); `"none"` judges it like any other. A chat template that
     opens it in the prompt counts."""
     custom: tuple[CustomReward, ...] = ()
     """Functions of the user's own, whose weighted values are added for every answer, well-formed or not."""
+
+    @property
+    def loopholes(self) -> tuple[str, ...]:
+        """Return a sentence for each malformed answer that is rewarded above a wrong one."""
+        of_tags = {"missing_close": self.missing_close, "missing_open": self.missing_open}
+        return tuple(
+            f"reward.{name} = {value:g} is above reward.wrong = {self.wrong:g}: a model that is often wrong learns to "
+            "leave its tags out, until no answer is well-formed and no gradient is left"
+            for name, value in of_tags.items()
+            if value is not None and value > self.wrong
+        )
 
     @model_validator(mode="after")
     def _custom_names_differ(self) -> RewardConfig:
@@ -232,6 +245,23 @@ class RlCheckpointConfig(CheckpointConfig):
     """RL steps between checkpoints, the most that a killed stage loses. One step takes minutes at 8B."""
 
 
+class BadAnswerLimits(Settings):
+    """Shares of the answers of the last five steps above which the stage stops, if they have risen by 0.2 since the
+    first five. Default one half: in the collapses that we provoked (docs/when_a_run_goes_wrong.md) a share that had
+    grown so far never came back. 1 never stops."""
+
+    malformed: float = Field(default=0.5, ge=0, le=1)
+    """Answers that lack a tag for which `reward` has a value."""
+    truncated: float = Field(default=0.5, ge=0, le=1)
+    """Answers that ran out of tokens."""
+    repeated: float = Field(default=0.5, ge=0, le=1)
+    """Answers that end in a loop: the last 32 tokens or more are one piece, four times or more."""
+    empty: float = Field(default=0.5, ge=0, le=1)
+    """Answers with nothing after the thinking."""
+    warn_above: float = Field(default=0.25, ge=0, le=1)
+    """A larger share causes a warning on the terminal and in the report."""
+
+
 class RlRuntime(TrainRuntime):
     """Processes, GPUs and timeouts of RL."""
 
@@ -263,6 +293,8 @@ class RlRuntime(TrainRuntime):
     """Maximum number of lost actors to restart in one run."""
     informative: RareYieldLimits = RareYieldLimits()
     """Share of the sampled prompts whose group was trained on; checked from step 20 on and at the end."""
+    bad_answers: BadAnswerLimits = BadAnswerLimits()
+    """Limits on answers that cannot be right; checked from step 10 on."""
 
 
 class RlOptimConfig(OptimConfig):

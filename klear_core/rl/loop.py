@@ -27,15 +27,15 @@ from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
 from klear_core.generate.engine import SleepingEngine, TrainableEngine
-from klear_core.metrics import SILENT, Telemetry
+from klear_core.metrics import METRICS_FILE, SILENT, Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards, now
-from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, no_inline_eval, ratios_one_note
-from klear_core.rl.step_metrics import describe_groups, gather_shown, last_shown, save_shown
+from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
+from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
 from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, Problem, RewardValues
 
@@ -59,10 +59,13 @@ def train_rl(
     A rerun with the same `workdir` continues from the last checkpoint. Without `workers`, learner and engine are in
     this process. `open_inline_eval` opens the scores that are taken while training goes on.
 
-    Raise DataError if the domain has no problems or almost no group is informative, TrainingError if sampling makes no
-    progress, too many updates are skipped or too many workers are lost.
+    Raise DataError if the domain has no problems or almost no group is informative, CollapseError if most answers
+    become useless, TrainingError if sampling makes no progress, too many updates are skipped or too many workers are
+    lost.
     """
     cfg, workdir = setup.cfg, setup.workdir
+    for loophole in cfg.reward.loopholes:
+        log.warning("%s", loophole)
     workers = workers or LocalWorkers()
     chosen, choice = choose_problems(problems, cfg.domain, cfg.prompts)
     with workers.judges(verify) as judges, open_inline_eval(model_folder(setup.model)) as inline_eval:
@@ -74,7 +77,7 @@ def train_rl(
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
     gather_shown(shown, workdir / "sample_rollouts.parquet")
     summary = progress.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=setup.seed)
-    return summary.model_copy(update={"notes": (*warnings, *summary.notes, *notes)})
+    return summary.model_copy(update={"notes": (*cfg.reward.loopholes, *warnings, *summary.notes, *notes)})
 
 
 async def run_rl(
@@ -87,6 +90,7 @@ async def run_rl(
     inline_eval: InlineEval | None = None,
 ) -> RlState:
     """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
+    watch = Watch(setup.cfg, telemetry, setup.workdir / METRICS_FILE)
     try:
         # Both spend seconds on imports, so they run concurrently.
         (learner, engine), tokenizer = await asyncio.gather(
@@ -95,7 +99,7 @@ async def run_rl(
         while True:
             try:
                 progress = RlState.of(await learner.restore())
-                progress.learner_notes = await learner.notes()
+                learner_notes = await learner.notes()
                 # Stream and collector are rebuilt after a loss, so that prompts continue where the checkpoint left off.
                 stream = PromptStream(problems, seed=setup.seed, position=progress.position)
                 sampler = Sampler(
@@ -108,9 +112,12 @@ async def run_rl(
                     custom_rewards=custom_rewards,
                 )
                 rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
-                step_log = StepLog(setup.cfg, progress, telemetry, shown=_shown(setup))
-                async with Curve(inline_eval, telemetry, setup.cfg, workdir=setup.workdir) as curve:
+                step_log = StepLog(setup.cfg, progress, watch, shown=_shown(setup))
+                async with Curve(inline_eval, watch, setup.cfg, workdir=setup.workdir) as curve:
                     await run_steps(setup.cfg, learner, engine, rollouts, step_log, curve)
+                # Again for a run that was stopped in its last step, and has none left to take.
+                step_log.check()
+                progress.notes = (*learner_notes, *watch.notes())
                 if not (setup.workdir / "model").exists():  # else the run was killed after its export
                     await learner.export(setup.workdir / "model")
             except LearnerLost as lost:
@@ -181,11 +188,11 @@ class Phases:
 class StepLog:
     """Count, describe and log the steps of a run."""
 
-    def __init__(self, cfg: RlConfig, progress: RlState, telemetry: Telemetry, *, shown: Path) -> None:
+    def __init__(self, cfg: RlConfig, progress: RlState, watch: Watch, *, shown: Path) -> None:
         """`shown` is the folder for a few steps' answers."""
         self.progress = progress
         self._cfg = cfg
-        self._telemetry = telemetry
+        self._watch = watch
         self._shown = shown
 
     def log(
@@ -195,10 +202,11 @@ class StepLog:
         cfg, progress = self._cfg, self.progress
         # Before everything that reads the counts.
         collected.drops.add(drops)
-        metrics = update | describe_groups(collected.groups, collected.drops) | speed(collected, update, seconds)
+        metrics = update | describe_groups(collected.groups, collected.drops) | describe_answers(collected.groups, cfg)
+        metrics |= speed(collected, update, seconds)
         count_step(progress, metrics, collected, minibatches_per_step=cfg.minibatches_per_step)
-        self._telemetry.log(metrics, step=progress.step)
-        self._telemetry.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
+        self._watch.log(metrics, step=progress.step)
+        self._watch.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
         is_last = progress.step == cfg.num_steps
         if is_last or (progress.step - 1) % max(1, cfg.num_steps // _NUM_SHOWN) == 0:
             save_shown(self._shown, collected.groups, step=progress.step)
@@ -208,7 +216,9 @@ class StepLog:
         send_work(self._shown)
 
     def check(self) -> None:
-        """Raise DataError if hardly any group was trained on, once there are enough steps to tell."""
+        """Raise CollapseError if answers degenerate, DataError if hardly any group was trained on, once there are
+        enough steps to tell."""
+        self._watch.check(self.progress.step)
         if self.progress.step >= _CHECK_FROM_STEP:
             check_trained_share(self.progress, self._cfg.runtime.informative, shown=self._shown)
 

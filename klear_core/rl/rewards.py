@@ -54,7 +54,12 @@ def is_positive(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> 
 
     The published code tests for a total reward of 1; here the configured rewards and penalties do not matter.
     """
-    return verdict.is_correct and _format_reward(completion, cfg) is None
+    return verdict.is_correct and is_well_formed(completion, cfg)
+
+
+def is_well_formed(completion: Completion, cfg: RewardConfig) -> bool:
+    """Return whether an answer has the tags that the reward asks for."""
+    return _format_reward(completion, cfg) is None
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, cfg: OverlongConfig) -> float:

@@ -80,6 +80,15 @@ def test_a_plan_begins_with_its_table_and_fits_on_a_screen(klear, tmp_path):
     assert json.loads("\n".join(with_config[len(lines) :]))["rl"]["num_steps"] == 16
 
 
+def test_a_plan_warns_of_a_reward_that_can_be_played(klear, tmp_path):
+    where = ("--set", f"workspace.root={tmp_path / 'ws'}")
+    published = ("--set", "rl.reward.missing_close=-0.5")
+    assert "rewards:" not in klear("plan", "smoke", *where).out
+    warned = "rewards: rl.reward.missing_close = -0.5 is above reward.wrong = -1"
+    assert warned in klear("plan", "smoke", *where, *published).out
+    assert "rewards:" not in klear("run", "smoke", "--dry-run", "--until", "sft", *where, *published).out
+
+
 def test_a_dry_run_shows_the_plan_and_makes_nothing(klear, tmp_path):
     shown = klear("run", ROOT / "configs/smoke", "--dry-run", "--set", f"workspace.root={tmp_path / 'ws'}")
     assert shown.status == 0

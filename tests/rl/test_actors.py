@@ -118,9 +118,7 @@ def test_actors_learn_exactly_what_one_process_learns(
 ) -> None:
     progress = run(config(weight_sync=weight_sync), base, tmp_path)
     assert progress.counters() == undisturbed[1].counters()
-    assert (
-        progress.learner_notes == ()
-    )  # the direct way carries the known tensors, and engines give the learner's log-probs
+    assert progress.notes == ()  # the direct way carries the known tensors, and engines give the learner's log-probs
     assert same_weights(tmp_path, undisturbed[0])
     assert not psutil.wait_procs(actors_of("RolloutActor") + actors_of("LearnerActor"), timeout=30)[1]
 

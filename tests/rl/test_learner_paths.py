@@ -28,4 +28,4 @@ def test_the_summary_of_rl_tells_of_a_broken_kernel(base: Path, tmp_path: Path) 
     notes = progress.summary(choice, minibatches_per_step=1, seed=0).notes
     assert any(note.startswith("fast path gate/cpu was left out") for note in notes)
     # A checkpoint holds numbers alone.
-    assert RlState.of(progress.counters()).learner_notes == ()
+    assert RlState.of(progress.counters()).notes == ()

@@ -12,7 +12,9 @@ from klear_core.errors import ConfigError
 from klear_core.rl.rewards import is_positive, overlong_penalty, reward_of
 from klear_core.types import Completion, Outcome, Verdict
 
-SMOKE = Path(__file__).parents[2] / "configs" / "smoke"
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMOKE = CONFIGS / "smoke"
+OF_THE_PAPER = {"klear_8b", "klear_8b_64k", "klear_8b_script", "node_8"}
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0)
 WRONG = Verdict(outcome=Outcome.SCORED, score=0.0)
 NOTHING = Verdict(outcome=Outcome.NO_ANSWER, score=0.0)
@@ -30,9 +32,32 @@ def test_right_wrong_and_no_answer() -> None:
 
 
 def test_missing_tags_are_checked_before_the_verdict_and_the_closing_one_first() -> None:
-    assert reward_of(answer("<think> \\boxed{1}"), RIGHT, RewardConfig()) == -0.5
-    assert reward_of(answer("1 </think> \\boxed{1}"), RIGHT, RewardConfig()) == -2.0
-    assert reward_of(answer("\\boxed{1}"), RIGHT, RewardConfig()) == -0.5
+    published = RewardConfig(missing_close=-0.5)
+    assert reward_of(answer("<think> \\boxed{1}"), RIGHT, published) == -0.5
+    assert reward_of(answer("1 </think> \\boxed{1}"), RIGHT, published) == -2.0
+    assert reward_of(answer("\\boxed{1}"), RIGHT, published) == -0.5
+
+
+@pytest.mark.parametrize(
+    ("cfg", "names"),
+    [
+        (RewardConfig(), []),
+        (RewardConfig(missing_close=None, missing_open=None), []),
+        (RewardConfig(missing_close=-0.5), ["missing_close = -0.5"]),
+        (RewardConfig(wrong=-3), ["missing_close = -1", "missing_open = -2"]),
+        (RewardConfig(wrong=0, missing_close=0, missing_open=0), []),
+        (RewardConfig(wrong=0, missing_open=0.1), ["missing_open = 0.1"]),
+    ],
+)
+def test_a_malformed_answer_above_a_wrong_one_is_a_loophole(cfg: RewardConfig, names: list[str]) -> None:
+    assert [loophole.split(" is above")[0] for loophole in cfg.loopholes] == [f"reward.{name}" for name in names]
+
+
+@pytest.mark.parametrize("profile", sorted(p.name for p in CONFIGS.iterdir() if p.is_dir() and p.name != "ablations"))
+def test_only_the_profiles_of_the_paper_have_its_loophole(profile: str) -> None:
+    config = load_profile(CONFIGS / profile, [])
+    stages = [rl for rl in (config.rl, config.rl_code) if rl is not None]
+    assert [bool(rl.reward.loopholes) for rl in stages] == [profile in OF_THE_PAPER] * len(stages)
 
 
 def test_format_terms_can_be_left_out() -> None:

@@ -109,7 +109,24 @@ RL_CHARTS = (
         title="Response length, tokens", metrics=(("response/mean_tokens", "mean"), ("response/max_tokens", "longest"))
     ),
     ChartSpec(
-        title="Truncated answers", metrics=(("response/truncated_frac", ""),), note="ran out of tokens", is_share=True
+        title="Answers that cannot be right",
+        metrics=(
+            ("answers/malformed_frac", "without tags"),
+            ("response/truncated_frac", "cut off"),
+            ("answers/repeated_frac", "looping"),
+            ("answers/empty_frac", "empty"),
+        ),
+        note="a stage stops when one runs away",
+        is_share=True,
+    ),
+    ChartSpec(
+        title="Answers that look odd",
+        metrics=(
+            ("answers/same_frac", "the most common"),
+            ("answers/extra_tags_frac", "tags twice"),
+            ("answers/other_script_frac", "letters of other scripts"),
+        ),
+        is_share=True,
     ),
     ChartSpec(
         title="Groups of answers",

@@ -34,11 +34,11 @@ from virtual_clock import run_virtually
 from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.generate.factory import num_slots
-from klear_core.metrics import NullTelemetry
+from klear_core.metrics import METRICS_FILE, NullTelemetry
 from klear_core.pipeline.costs.model_size import engine_fit, known_size
 from klear_core.rl.loop import StepLog, rollouts_of, run_steps
 from klear_core.rl.rollout import PromptStream, Sampler
-from klear_core.rl.state import Curve, RlState
+from klear_core.rl.state import Curve, RlState, Watch
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 TURNS_S = 30.0
@@ -187,7 +187,7 @@ async def _simulate(setup: Setup, folder: Path) -> list[dict[str, object]]:
     await engines.start()
     sampler = Sampler(engines, judges.judge, SimulatedTokenizer(), cfg, seed=0, engine_status=lambda: "engines")
     rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), progress)
-    step_log = StepLog(cfg, progress, probe, shown=folder / "shown")
+    step_log = StepLog(cfg, progress, Watch(cfg, probe, folder / METRICS_FILE), shown=folder / "shown")
     with suppress(_Measured):
         await run_steps(cfg, learner, engines, rollouts, step_log, Curve(None, probe, cfg, workdir=folder))
     return _entries(setup, probe, judges, learner, engines)
