@@ -35,8 +35,8 @@ from klear_core.rl.health import Watch, describe_answers
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards, now
-from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, no_inline_eval, ratios_one_note
-from klear_core.rl.step_metrics import describe_groups, gather_shown, last_shown, save_shown
+from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
+from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
 from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, Problem, RewardValues
 

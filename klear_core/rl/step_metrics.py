@@ -1,4 +1,4 @@
-"""Compute the metrics of an RL step from its tokens and groups, and save a few answers for the report.
+"""Compute the metrics of an RL step from its tokens, groups and answers, and save a few answers for the report.
 
 Axis letters: N loss tokens of a micro-batch, or of one chunk of it.
 """
@@ -6,8 +6,11 @@ Axis letters: N loss tokens of a micro-batch, or of one chunk of it.
 from __future__ import annotations
 
 import math
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,10 +19,13 @@ from torch import Tensor
 from klear_core.artifacts.manifest import DropCounts
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
 from klear_core.config.losses import LossConfig
+from klear_core.config.rl import RlConfig
+from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
 from klear_core.rl.groups import TRAINED
 from klear_core.rl.losses import TokenLoss, TrainBatch
+from klear_core.rl.rewards import is_well_formed
 from klear_core.train.distributed import World
-from klear_core.types import FinishReason, Outcome, Rollout, RolloutGroup
+from klear_core.types import Completion, FinishReason, Outcome, Rollout, RolloutGroup
 
 _SHARES = {
     "rl/entropy/mean": "entropy",
@@ -259,3 +265,75 @@ def _shown(step: int, group: RolloutGroup, rollout: Rollout) -> ShownRollout:
         score=rollout.verdict.score,
         reward=rollout.reward,
     )
+
+
+# ---- answers ----
+# Describe the answers of a step by their form.
+
+
+_LOOP_TOKENS, _LOOP_TIMES, _LONGEST_PERIOD = 32, 4, 64
+_COMMON_SCRIPTS = {"LATIN", "GREEK", "MODIFIER"}
+"""Writing systems that mathematics uses in every language."""
+
+
+def describe_answers(groups: Sequence[RolloutGroup], cfg: RlConfig) -> dict[str, float]:
+    """Return shares of all sampled answers of a step; empty without answers.
+
+    `same_frac` is the share of the most common final answer, over all problems. `other_script_frac` is the mean share
+    of letters in a writing system that neither the question nor mathematics uses.
+    """
+    answers = [(group, rollout) for group in groups for rollout in group.rollouts]
+    if not answers:
+        return {}
+    completions = [rollout.completion for _, rollout in answers]
+    counts = {
+        "malformed": sum(not is_well_formed(c, cfg.reward) for c in completions),
+        "repeated": sum(ends_in_loop(_without_end(c)) for c in completions),
+        "empty": sum(not _final(c.text).strip() for c in completions),
+        "extra_tags": sum(_has_extra_tags(c.text) for c in completions),
+        "same": Counter(_final(c.text) for c in completions).most_common(1)[0][1],
+        "other_script": sum(_other_script(group.problem.question, rollout) for group, rollout in answers),
+    }
+    return {f"rl/answers/{name}_frac": count / len(answers) for name, count in counts.items()}
+
+
+def ends_in_loop(token_ids: Sequence[int]) -> bool:
+    """Return whether the last 32 tokens or more are one piece of up to 64 tokens, four times or more in a row."""
+    for period in range(1, _LONGEST_PERIOD + 1):
+        length = max(_LOOP_TOKENS, _LOOP_TIMES * period)
+        tail = token_ids[-length:]
+        # Shifted by one period, a loop is equal to itself.
+        if len(tail) == length and tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
+def _without_end(completion: Completion) -> tuple[int, ...]:
+    """Return the tokens without the end of the turn, which would hide a loop before it."""
+    return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+
+
+def _final(text: str) -> str:
+    """Return what follows the thinking; without `</think>` the whole text."""
+    split = split_response(text)
+    return split.answer if split.is_closed else text
+
+
+def _has_extra_tags(text: str) -> bool:
+    return text.count(THINK_OPEN) > 1 or text.count(THINK_CLOSE) > 1
+
+
+def _other_script(question: str, rollout: Rollout) -> float:
+    text = rollout.completion.text
+    if text.isascii():
+        return 0.0
+    known = _COMMON_SCRIPTS | {_script_of(char) for char in set(question) if char.isalpha()}
+    letters = {char: count for char, count in Counter(text).items() if char.isalpha()}
+    others = sum(count for char, count in letters.items() if _script_of(char) not in known)
+    return others / max(1, sum(letters.values()))
+
+
+@cache
+def _script_of(char: str) -> str:
+    """Return the first word of a letter's Unicode name, which is its writing system; variants count as their letter."""
+    return unicodedata.name(unicodedata.normalize("NFKC", char)[0], "").partition(" ")[0]

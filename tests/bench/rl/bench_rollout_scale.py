@@ -36,10 +36,9 @@ from klear_core.config.rl import RlConfig
 from klear_core.generate.factory import num_slots
 from klear_core.generate.model_size import engine_fit, known_size
 from klear_core.metrics import METRICS_FILE, NullTelemetry
-from klear_core.rl.health import Watch
 from klear_core.rl.loop import StepLog, rollouts_of, run_steps
 from klear_core.rl.rollout import PromptStream, Sampler
-from klear_core.rl.state import Curve, RlState
+from klear_core.rl.state import Curve, RlState, Watch
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 TURNS_S = 30.0
