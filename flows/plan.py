@@ -26,7 +26,7 @@ from klear_core.pipeline.costs.throughput import (
     estimate_split,
 )
 from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.preflight.capacity import known_hardware, with_margin_gb
+from klear_core.pipeline.preflight.capacity import known_hardware, most_kept_layers, with_margin_gb
 from klear_core.pipeline.preflight.model_checks import placement_lines
 from klear_core.scores import duration
 
@@ -168,7 +168,7 @@ def show_costs(
     console.print(_table(rows, price=config.hardware.price_per_gpu_hour))
     stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
     placed = placement_lines(stages, planned_size(config.start_model))
-    about_trainings = (*_busy_lines(config, stages), *_split_lines(config, stages))
+    about_trainings = (*_kept_lines(config, stages), *_busy_lines(config, stages), *_split_lines(config, stages))
     for line in (*_engine_lines(config, stages), *placed, *about_trainings):
         console.print(line)
     if any(row.gpu_hours is not None for row in rows):
@@ -226,6 +226,25 @@ def _engine_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator
             f"tokens of cache, {fit.sequences} answers of {fit.longest:,}; about {fit.tokens_per_s:,.0f} tokens/s "
             "when it is full"
         )
+
+
+def _kept_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    """Yield a line for each training that has room for activations which it would compute again."""
+    size, gpu_gb = planned_size(config.start_model), known_hardware(config.hardware).gpu_memory_gb
+    if size is None or gpu_gb is None:
+        return
+    for stage in stages:
+        training = stage.job.training()
+        if training is None or training.dtype != "bfloat16":
+            continue
+        most = most_kept_layers(training, size, gpu_gb)
+        if most > training.runtime.keep_layers:
+            # The second forward pass is a quarter of an update's work.
+            saved = most / size.num_layers / 4
+            yield (
+                f"{stage.section}.runtime: keep_layers = {most} fits, of {size.num_layers} layers, and saves up to "
+                f"{saved:.0%} of an update (computed; not run on a GPU)"
+            )
 
 
 def _busy_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:

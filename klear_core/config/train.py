@@ -168,6 +168,9 @@ class CheckpointConfig(Settings):
     """Write checkpoints in the background from a copy: training does not pause, but the copy needs host memory."""
 
 
+AttentionKernel = Literal["torch", "FA3", "FA4"]
+
+
 class TrainRuntime(Settings):
     """Devices, processes and micro-batches of training; they change the result only by float rounding."""
 
@@ -189,6 +192,12 @@ class TrainRuntime(Settings):
     activation_checkpointing: bool = False
     """Store only layer inputs and recompute the rest in the backward pass: less memory, a third more compute. RL
     scripts: on."""
+    keep_layers: int = Field(default=0, ge=0)
+    """With `activation_checkpointing`, the number of last layers whose activations are kept instead of computed again:
+    with all of them up to a third less compute, and more memory. `klear plan` names the most that fit."""
+    attention: AttentionKernel = "torch"
+    """Attention on GPUs: that of torch's wheel (FlashAttention-2), or FA3 or FA4 if they are installed and agree with
+    plain operations on this machine; else a note says what was used."""
     cpu_offload: bool = False
     """Keep weights, gradients and moments in host memory, and update them there (FSDP2's CPUOffloadPolicy): the device
     holds one or two layers at a time, at the price of copying the model in each pass. Needs a GPU or several ranks."""
@@ -225,6 +234,16 @@ class TrainRuntime(Settings):
             raise ConfigError(
                 f"runtime.context_parallel = {self.context_parallel} does not divide "
                 f"the {num_heads} attention heads of {model}; allowed: {allowed}"
+            )
+
+    def check_layers(self, num_layers: int, model: object) -> None:
+        """Raise ConfigError if `keep_layers` is more than a model has, or keeps what nothing computes again."""
+        if self.keep_layers > num_layers:
+            raise ConfigError(f"runtime.keep_layers = {self.keep_layers}: {model} has {num_layers} layers")
+        if self.keep_layers and not self.activation_checkpointing:
+            raise ConfigError(
+                f"runtime.keep_layers = {self.keep_layers} with activation_checkpointing = false, with which all "
+                "layers are kept: set one of them to 0 or true"
             )
 
 

@@ -88,8 +88,12 @@ class Learner:
         self.world = world
         hf_config = read_hf_config(model_folder(model))
         cfg.runtime.check_attention_heads(hf_config.num_attention_heads, model_folder(model))
+        cfg.runtime.check_layers(hf_config.num_hidden_layers, model_folder(model))
         # Before the model is loaded, because another process on the same GPU needs memory for it.
-        self.notes = prove_fast_paths(hf_config, world, cfg.dtype, context_parallel=cfg.runtime.context_parallel)
+        runtime = cfg.runtime
+        self.notes = prove_fast_paths(
+            hf_config, world, cfg.dtype, context_parallel=runtime.context_parallel, kernel=runtime.attention
+        )
         """Notes for the stage's manifest."""
         self._num_skipped = 0
         self._policy = self._load()
@@ -240,6 +244,7 @@ class Learner:
             self.world,
             dtype=self.cfg.dtype,
             activation_checkpointing=self.cfg.runtime.activation_checkpointing,
+            keep_layers=self.cfg.runtime.keep_layers,
             cpu_offload=self.cfg.runtime.cpu_offload,
             adapters=None if lora is None else Adapters(cfg=lora, seed=seed_for(self._seed, "rl/lora")),
         )

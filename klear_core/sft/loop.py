@@ -92,7 +92,9 @@ def train_sft(
     """
     tokenizer = load_tokenizer(model_folder(model))
     check_template(tokenizer)
-    cfg.runtime.check_attention_heads(read_hf_config(model_folder(model)).num_attention_heads, model_folder(model))
+    hf_config = read_hf_config(model_folder(model))
+    cfg.runtime.check_attention_heads(hf_config.num_attention_heads, model_folder(model))
+    cfg.runtime.check_layers(hf_config.num_hidden_layers, model_folder(model))
     store = workdir / "scratch" / "tokens"
     rows = read_shards(traces / "traces", TeacherTrace)
     # Tokenised once here, before the ranks start; each of them maps the same file.
@@ -129,7 +131,11 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
 
     # Prove before the model is loaded, because another process on the same GPU needs memory for it.
     path_notes = prove_fast_paths(
-        read_hf_config(model_folder(job.model)), world, cfg.dtype, context_parallel=cfg.runtime.context_parallel
+        read_hf_config(model_folder(job.model)),
+        world,
+        cfg.dtype,
+        context_parallel=cfg.runtime.context_parallel,
+        kernel=cfg.runtime.attention,
     )
     policy = _load(job, world)
     flops = FlopCount.of(policy)
@@ -211,6 +217,7 @@ def _load(job: _Job, world: World) -> Policy:
         world,
         dtype=cfg.dtype,
         activation_checkpointing=cfg.runtime.activation_checkpointing,
+        keep_layers=cfg.runtime.keep_layers,
         cpu_offload=cfg.runtime.cpu_offload,
         adapters=None if cfg.lora is None else Adapters(cfg=cfg.lora, seed=seed_for(job.seed, "sft/lora")),
     )

@@ -63,6 +63,7 @@ def load_policy(
     *,
     dtype: Dtype,
     activation_checkpointing: bool,
+    keep_layers: int = 0,
     cpu_offload: bool = False,
     adapters: Adapters | None = None,
 ) -> Policy:
@@ -78,6 +79,7 @@ def load_policy(
         world=world,
         dtype=dtype,
         activation_checkpointing=activation_checkpointing,
+        keep_layers=keep_layers,
         cpu_offload=cpu_offload,
     )
     remote = torch.device("cpu") if cpu_offload else world.device
@@ -122,7 +124,13 @@ def _weights_and_buffers(policy: Policy) -> dict[str, Tensor]:
 
 
 def parallelise(
-    policy: Policy, world: World, *, dtype: Dtype, activation_checkpointing: bool, cpu_offload: bool = False
+    policy: Policy,
+    world: World,
+    *,
+    dtype: Dtype,
+    activation_checkpointing: bool,
+    keep_layers: int = 0,
+    cpu_offload: bool = False,
 ) -> Policy:
     """Shard the policy over the ranks by layer, and make it compute in `dtype`.
 
@@ -136,6 +144,9 @@ def parallelise(
     if activation_checkpointing:
         # The reentrant form gives no gradients where a layer's input needs none: with LoRA, behind a frozen embedding.
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # The last ones, because the backward pass frees what they keep first.
+        for layer in list(hf.base_model.layers)[len(hf.base_model.layers) - keep_layers :]:
+            layer.gradient_checkpointing = False
     if world.size == 1 and dtype == "float32" and not cpu_offload:
         return policy
     ensure_process_group(world)

@@ -37,3 +37,28 @@ def test_a_look_between_updates_sees_the_newest_weights_and_changes_nothing(tmp_
     assert trained == plain
     assert seen[:-1] == trained[1:]  # what the next update starts from
     assert len(set(trained)) == 4
+
+
+def test_kept_layers_are_not_computed_again_and_change_no_update(tmp_path):
+    folder = tiny_folder(tmp_path)
+    rows = random_rows([20, 31, 12])
+
+    def updated(keep_layers):
+        """The weights after an update, and how often the layers ran."""
+        model = load_model(folder, device="cpu")
+        policy = parallelise(model, ONE, dtype="float32", activation_checkpointing=True, keep_layers=keep_layers)
+        layers, runs = list(policy.hf.base_model.layers), []
+        for i, layer in enumerate(layers):
+            layer.mlp.register_forward_hook(lambda *_, i=i: runs.append(i))
+        batch = packed(rows)
+        policy.train()
+        Updater(policy, OptimConfig(lr=3e-2), ONE, num_steps=1).step(
+            batch, sft_heads(batch.micro_batches, rows, "token"), step=0
+        )
+        return {name: weight.detach().clone() for name, weight in policy.named_parameters()}, runs, len(layers)
+
+    every, runs, num_layers = updated(0)
+    assert sorted(runs) == sorted(2 * list(range(num_layers)))
+    kept, runs, _ = updated(num_layers - 1)
+    assert sorted(runs) == sorted([0, *range(num_layers)])  # the first layer alone runs twice
+    assert all(torch.equal(every[name], kept[name]) for name in every)

@@ -37,8 +37,8 @@ def install(*, is_compiled: bool) -> None:
     fake.__bool__ = lambda _: True
     # DTensor works out shapes of whole tensors in the active fake mode; in one of its own they are not counted.
     cast(Any, _sharding_prop).detect_fake_mode = lambda *_: None
-    for kernel in (attention.FLASH_ATTN, attention.VARLEN_ATTN):
-        registry.provide(kernel, lambda q, k, v, *_, **__: _Attention.apply(q, k, v))  # type: ignore[no-untyped-call]
+    attend = lambda q, k, v, *_, **__: _Attention.apply(q, k, v)  # type: ignore[no-untyped-call]  # noqa: E731
+    registry.provide(attention.VARLEN_ATTN, attend)
     if is_compiled:
         # Under a dispatch mode torch.compile does nothing without saying so, and passes would count as uncompiled.
         passes = _HeadPasses()

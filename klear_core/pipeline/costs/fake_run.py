@@ -51,6 +51,7 @@ class LearnerCase:
     dtype: Literal["bfloat16"] = "bfloat16"
     """Float32 is for CPUs, whose kernels fake tensors cannot run."""
     activation_checkpointing: bool = True
+    keep_layers: int = 0
     joins_tokens: bool = False
     """The loss needs all tokens of a row at once (`token_logps`)."""
     has_reference: bool = False
@@ -101,7 +102,11 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
     shell, reference_shell = _shell(case), _shell(case)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         policy = distributed.parallelise(
-            _allocated(shell), world, dtype=case.dtype, activation_checkpointing=case.activation_checkpointing
+            _allocated(shell),
+            world,
+            dtype=case.dtype,
+            activation_checkpointing=case.activation_checkpointing,
+            keep_layers=case.keep_layers,
         )
         # Learning rate and number of steps do not change what is allocated.
         updater = Updater(policy, OptimConfig(lr=1e-5), world, num_steps=10)
@@ -334,6 +339,7 @@ def learner_case(size: ModelSize, training: SftConfig | RlConfig) -> LearnerCase
         # The load counts the tokens of one rank, the case those of the whole context-parallel group.
         num_tokens=load.num_tokens * training.runtime.context_parallel,
         activation_checkpointing=load.has_checkpointing,
+        keep_layers=load.keep_layers,
         joins_tokens=isinstance(training, RlConfig) and joins_tokens(training.loss),
         has_reference=load.has_reference,
         adapter_rank=load.adapter_rank,

@@ -34,6 +34,8 @@ class LearnerLoad:
     """Bytes of an activation: 2 in bfloat16, 4 in float32."""
     has_checkpointing: bool
     """Only the inputs of layers are kept; the rest is computed again in the backward pass."""
+    keep_layers: int = 0
+    """Layers of which more is kept although there is checkpointing."""
     has_reference: bool = False
     """A frozen copy of the model is kept for a KL term."""
     adapter_rank: int | None = None
@@ -73,6 +75,7 @@ def learner_load(training: SftConfig | RlConfig) -> LearnerLoad:
         num_tokens=-(-max(longest, runtime.tokens_per_microbatch) // runtime.context_parallel),
         value_bytes=value_bytes,
         has_checkpointing=runtime.activation_checkpointing,
+        keep_layers=runtime.keep_layers,
         has_reference=has_reference,
         adapter_rank=adapter_rank,
         moments_bytes=_MOMENTS_BYTES[training.optim.kind],
@@ -119,7 +122,7 @@ def _moments(size: ModelSize, load: LearnerLoad) -> Iterator[LearnerPeak]:
     if load.has_reference and not load.is_offloaded:
         always["reference model"] = reference_bytes(size, load)
     b, t, is_lora = load.value_bytes, load.num_tokens, load.adapter_rank is not None
-    kept = b * t * size.num_layers * _kept_values(size, load)
+    kept = b * t * (size.num_layers * _kept_values(size, load) + load.keep_layers * _kept_more(size, load))
     yield LearnerPeak(
         moment="head",
         by_kind=always
@@ -137,8 +140,10 @@ def _moments(size: ModelSize, load: LearnerLoad) -> Iterator[LearnerPeak]:
         "gradients being summed": passing + (0 if is_lora else b * size.vocab_size * size.hidden_size),
     }
     for moment, values, matrix in _layer_backward(size, load):
-        layers_kept = size.num_layers - 1
-        activations = b * t * (layers_kept * _kept_values(size, load) + values) + b * matrix
+        # In the topmost layer, whose own values are counted beside those of the others.
+        others = (size.num_layers - 1) * _kept_values(size, load)
+        others += max(0, load.keep_layers - 1) * _kept_more(size, load)
+        activations = b * t * (others + values) + b * matrix
         yield LearnerPeak(moment=moment, by_kind=always | backward | {"activations": activations})
     if not is_lora:
         yield LearnerPeak(moment="embedding gradient", by_kind=always | _embedding_gradient(size, load))
@@ -173,6 +178,11 @@ def _head_bytes(size: ModelSize, load: LearnerLoad) -> float:
 def _kept_values(size: ModelSize, load: LearnerLoad) -> float:
     """Return the values per token and layer that the forward pass keeps for the backward pass."""
     return size.hidden_size if load.has_checkpointing else _layer_values(size, load)
+
+
+def _kept_more(size: ModelSize, load: LearnerLoad) -> float:
+    """Return the values per token that a layer of `keep_layers` keeps beside its input."""
+    return _layer_values(size, load) - size.hidden_size
 
 
 def _layer_values(size: ModelSize, load: LearnerLoad) -> float:

@@ -10,7 +10,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -298,6 +298,18 @@ def _remedy(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> s
         if with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb:
             return _differences(now, changes)
     return ""
+
+
+def most_kept_layers(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> int:
+    """Return the most `keep_layers` with which a learner rank fits; 0 without activation checkpointing."""
+    if not training.runtime.activation_checkpointing:
+        return 0
+    load = learner_load(training)
+    for keep_layers in range(size.num_layers, 0, -1):
+        peak = learner_peak(size, replace(load, keep_layers=keep_layers))
+        if with_margin_gb(peak.num_bytes) <= gpu_gb:
+            return keep_layers
+    return 0
 
 
 def advice_on_memory(training: SftConfig | RlConfig, size: ModelSize) -> str:

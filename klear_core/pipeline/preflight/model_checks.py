@@ -118,13 +118,14 @@ def engine_problems(work: PendingWork) -> Iterator[str]:
 
 
 def context_problems(work: PendingWork) -> Iterator[str]:
-    """Find trainings whose context parallelism does not fit the model's heads."""
-    heads = _num_heads(work.config.start_model)
-    if heads is None:
+    """Find trainings whose context parallelism does not fit the model's heads, or that keep more layers than it has."""
+    size = planned_size(work.config.start_model)
+    if size is None:
         return
     for stage, runtime in work.trainings():
         try:
-            runtime.check_attention_heads(heads, "the model")
+            runtime.check_attention_heads(size.num_heads, "the model")
+            runtime.check_layers(size.num_layers, "the model")
         except ConfigError as e:
             yield f"{stage}.{e}"
 
@@ -158,13 +159,6 @@ def window_of(model: ModelConfig) -> int | None:
     """Return the positions of a model, those of its folder or of its settings; None if neither says."""
     hf = _hf_config(model)
     return hf.window(model.max_position_embeddings) if hf else model.max_position_embeddings
-
-
-def _num_heads(model: ModelConfig) -> int | None:
-    if isinstance(model, TinyModelConfig):
-        return model.num_heads
-    hf = _hf_config(model)
-    return hf.num_attention_heads if hf else None
 
 
 # ---- placement ----

@@ -6,7 +6,10 @@ Axis letters: T tokens, K query heads, G key and value heads, D head size.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+import logging
+import sys
+from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from itertools import pairwise
@@ -18,10 +21,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention
 
+from klear_core.config.train import AttentionKernel
 from klear_core.errors import ConfigError
 from klear_core.native import call, compile_c
 from klear_core.train.kernels import registry
 from klear_core.train.packing import MicroBatch
+
+log = logging.getLogger(__name__)
 
 # ---- attention cpu ----
 # Compute attention over a packed sequence on CPU in float32, in compiled C.
@@ -157,8 +163,8 @@ def _attend(
 
 def _pick_kernel(q_TKD: Tensor, window: int | None) -> registry.Run | None:
     if q_TKD.is_cuda and q_TKD.dtype in (torch.bfloat16, torch.float16):
-        flash = registry.in_use(FLASH_ATTN) if has_flash_attn() else None
-        return flash or registry.in_use(VARLEN_ATTN)
+        faster = (registry.in_use(name) for name in FASTER)
+        return next(filter(None, faster), None) or registry.in_use(VARLEN_ATTN)
     # The compiled C has no sliding window.
     return registry.in_use(COMPILED_C) if window is None and supports(q_TKD) else None
 
@@ -212,21 +218,13 @@ def _compiled_c(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling
     return attend_on_cpu(q_TKD, k_TGD, v_TGD, rows.cu_seqlens, rows.group_bounds, scaling)
 
 
-def _flash_attn(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling: float) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    window_size = _window_size(rows)
-    # Once for queries and once for keys: in self-attention both have the same segments.
-    lengths = (rows.cu_seqlens, rows.cu_seqlens, rows.max_len, rows.max_len)
-    out: Tensor = flash_attn_varlen_func(
-        q_TKD, k_TGD, v_TGD, *lengths, softmax_scale=scaling, causal=True, window_size=window_size
-    )
-    return out
-
-
-def _varlen_attn(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling: float) -> Tensor:
+def _varlen_attn(
+    q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling: float, *, impl: str | None = None
+) -> Tensor:
+    """Compute attention by torch's kernel: FlashAttention-2 of its wheel, or the one that `impl` names."""
     from torch.nn.attention.varlen import varlen_attn
 
+    _switch_to(impl)
     # No flag makes it causal: the window does, which ends at the query itself.
     options: dict[str, Any] = {"scale": scaling, "window_size": _window_size(rows)}
     if _varlen_attn_has_gqa_flag():
@@ -243,16 +241,65 @@ def _window_size(rows: Rows) -> tuple[int, int]:
     return (-1 if rows.window is None else rows.window - 1, 0)
 
 
-COMPILED_C, FLASH_ATTN, VARLEN_ATTN = "attention/cpu", "attention/cuda/flash_attn", "attention/cuda/varlen_attn"
+def _switch_to(impl: str | None) -> None:
+    """Make torch's attention call this implementation from now on, in the whole process; None: its own."""
+    from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+    from torch.nn.attention._registry import restore_flash_attention_impl
+
+    if current_flash_attention_impl() == impl:
+        return
+    if impl is None:
+        restore_flash_attention_impl()
+    else:
+        activate_flash_attention_impl(impl)
+
+
+COMPILED_C, VARLEN_ATTN = "attention/cpu", "attention/cuda/varlen_attn"
+FASTER = {"attention/cuda/FA4": "flash_attn.cute", "attention/cuda/FA3": "flash_attn_interface"}
+"""Paths that a setting asks for, and the module that each needs; torch calls their switch a prototype."""
 registry.provide(COMPILED_C, _compiled_c)
-registry.provide(FLASH_ATTN, _flash_attn)
 registry.provide(VARLEN_ATTN, _varlen_attn)
 
 
-@cache
-def has_flash_attn() -> bool:
-    """Return whether the library flash_attn is installed."""
-    return find_spec("flash_attn") is not None
+def ask_for(kernel: AttentionKernel) -> None:
+    """Provide the kernel that `runtime.attention` names, for `klear_core.train.kernels.check` to try."""
+    if kernel != "torch":
+        registry.provide(f"attention/cuda/{kernel}", partial(_varlen_attn, impl=kernel))
+
+
+def why_no_faster(name: str) -> str:
+    """Return why this machine cannot have a path of `FASTER`; empty if it may."""
+    from torch.nn.attention import list_flash_attention_impls
+
+    impl, module = name.rpartition("/")[2], FASTER[name]
+    if impl not in list_flash_attention_impls():
+        return f"this torch has no switch to {impl}"
+    try:
+        is_there = find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        is_there = False
+    return "" if is_there else f"no module {module} is installed; {impl} comes with {_WHEELS[impl]}"
+
+
+_WHEELS = {"FA4": "pip install flash-attn-4", "FA3": "the hopper folder of the flash-attention repository"}
+
+
+def hide_broken_wheel(name: str) -> None:
+    """Make a package that is installed and does not import look absent, with a warning.
+
+    transformers imports flash_attn wherever it is installed, and one that was built for another torch then ends every
+    stage: the commonest broken wheel.
+    """
+    if name in sys.modules or find_spec(name) is None:
+        return
+    try:
+        import_module(name)
+    except Exception as error:  # noqa: BLE001  a library that does not load can raise anything
+        sys.modules[name] = None  # type: ignore[assignment]  # as Python's import system documents it
+        log.warning("%s is installed, does not import and is left out: %s", name, error)
+
+
+hide_broken_wheel("flash_attn")  # before any model of transformers is imported
 
 
 @cache

@@ -29,9 +29,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from klear_core.config.train import AttentionKernel
 from klear_core.hf_config import HfConfig
 from klear_core.train.distributed import World
-from klear_core.train.kernels import registry
+from klear_core.train.kernels import attention, registry
 from klear_core.train.kernels.check_cases import (
     PARTS,
     ModelSizes,
@@ -198,12 +199,17 @@ _PROCESS_TIMEOUT_S = 300.0
 """Seconds in which a process must try its paths; torch.compile takes most of them, once for a machine."""
 
 
-def prove_fast_paths(config: HfConfig, world: World, dtype: Dtype, *, context_parallel: int = 1) -> tuple[str, ...]:
+def prove_fast_paths(
+    config: HfConfig, world: World, dtype: Dtype, *, context_parallel: int = 1, kernel: AttentionKernel = "torch"
+) -> tuple[str, ...]:
     """Leave out all fast paths that fail on any rank, with a warning; return notes for the manifest (collective call).
+
+    `kernel` is the attention that the settings ask for.
 
     All ranks use the same paths: with different kernels their shares of a gradient would be rounded differently, and
     the others would wait for a rank that compiles for longer.
     """
+    attention.ask_for(kernel)
     sizes = ModelSizes.of(config, context_parallel=context_parallel)
     mine = _proofs_of_process(Conditions(device=world.device, dtype=DTYPES[dtype], sizes=sizes))
     failed: dict[str, tuple[Proof, int]] = {}
@@ -213,8 +219,7 @@ def prove_fast_paths(config: HfConfig, world: World, dtype: Dtype, *, context_pa
                 registry.leave_out(proof.name, proof.reason)
                 failed.setdefault(proof.name, (proof, rank))  # one note for a path, with the first rank's reason
     # After the loop, because a note names what is used instead.
-    notes = [_note(proof, rank, world) for proof, rank in failed.values()]
-    lines = tuple(filter(None, notes))
+    lines = tuple(_note(proof, rank, world) for proof, rank in failed.values())
     if world.rank == 0:
         for line in lines:
             log.warning("%s", line)
@@ -222,11 +227,9 @@ def prove_fast_paths(config: HfConfig, world: World, dtype: Dtype, *, context_pa
 
 
 def _note(proof: Proof, rank: int, world: World) -> str:
-    """Return what was left out and what is used instead; nothing if another library already provides the path."""
+    """Return what was left out and what is used instead."""
     part, kind, *_ = proof.name.split("/")
     others = [name for name in registry.provided() if name.startswith(f"{part}/{kind}/") and registry.in_use(name)]
-    if others and proof.verdict == "missing":
-        return ""
     instead = others[0] if others else PARTS[part].plain
     where = "" if world.size == 1 else f" on rank {rank}"
     return f"fast path {proof.name} was left out{where}: {proof.reason}; {instead} took its place"

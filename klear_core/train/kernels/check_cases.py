@@ -104,8 +104,8 @@ def is_used(name: str, sizes: ModelSizes, device: torch.device, dtype: torch.dty
 def why_missing(name: str, sizes: ModelSizes) -> str:
     """Return why this machine does not have a path that it would use; an empty string if it has."""
     part, kind, *_ = name.split("/")
-    if name == attention.FLASH_ATTN and not attention.has_flash_attn():
-        return "flash_attn is not installed"
+    if name in attention.FASTER:
+        return attention.why_no_faster(name)
     if name == attention.VARLEN_ATTN and not attention.has_varlen_attn():
         return "this torch has no torch.nn.attention.varlen"
     has_c = True

@@ -18,17 +18,19 @@ _DEEP = ModelSize(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "num_ranks", "cp_size", "checkpointing", "adapter_rank"),
+    ("size", "num_ranks", "cp_size", "checkpointing", "keep_layers", "adapter_rank"),
     [
-        (_WIDE, 8, 1, True, None),
-        (_WIDE, 1, 1, False, None),
-        (_DEEP, 4, 2, False, None),
-        (_WIDE, 1, 1, True, 16),
-        (_DEEP, 4, 1, True, 64),
+        (_WIDE, 8, 1, True, 0, None),
+        (_WIDE, 1, 1, False, 0, None),
+        (_DEEP, 4, 2, False, 0, None),
+        (_DEEP, 4, 1, True, 3, None),
+        (_WIDE, 1, 1, True, 1, None),
+        (_WIDE, 1, 1, True, 0, 16),
+        (_DEEP, 4, 1, True, 0, 64),
     ],
 )
 def test_the_closed_form_agrees_with_the_learner_on_fake_tensors(
-    size: ModelSize, num_ranks: int, cp_size: int, checkpointing: bool, adapter_rank: int | None
+    size: ModelSize, num_ranks: int, cp_size: int, checkpointing: bool, keep_layers: int, adapter_rank: int | None
 ) -> None:
     case = LearnerCase(
         model=hf_config_of(size),
@@ -36,6 +38,7 @@ def test_the_closed_form_agrees_with_the_learner_on_fake_tensors(
         cp_size=cp_size,
         num_tokens=8192,
         activation_checkpointing=checkpointing,
+        keep_layers=keep_layers,
         adapter_rank=adapter_rank,
     )
     load = LearnerLoad(
@@ -43,6 +46,7 @@ def test_the_closed_form_agrees_with_the_learner_on_fake_tensors(
         num_tokens=8192 // cp_size,
         value_bytes=2,
         has_checkpointing=checkpointing,
+        keep_layers=keep_layers,
         adapter_rank=adapter_rank,
     )
     assert learner_peak(size, load).num_bytes == pytest.approx(measure(case)[0].num_bytes, rel=0.02)

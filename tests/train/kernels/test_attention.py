@@ -1,6 +1,9 @@
 """Attention over a packed sequence: the compiled one and the one by segments, each against the formula in float64."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,3 +114,32 @@ def test_the_number_of_threads_does_not_show():
 def test_heads_that_do_not_fill_vectors_and_other_types_are_not_for_the_compiled_one():
     assert not attention.supports(torch.zeros(3, 2, 8))
     assert not attention.supports(torch.zeros(3, 2, 16, dtype=torch.bfloat16))
+
+
+BROKEN_WHEEL = """
+import sys, torch
+torch.cuda.is_available = lambda: True    # transformers looks for flash_attn only then
+sys.path.insert(0, sys.argv[1])
+import klear_core.train.kernels.attention
+from transformers import Qwen3ForCausalLM
+print("imported", sys.modules["flash_attn"])
+"""
+
+
+def test_a_flash_attn_wheel_of_another_torch_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text(
+        "raise ImportError('flash_attn_2_cuda.so: undefined symbol')\n"
+    )
+    info = tmp_path / "flash_attn-2.8.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    (info / "top_level.txt").write_text("flash_attn\n")
+    (info / "RECORD").write_text("")
+    run = [sys.executable, "-c", BROKEN_WHEEL, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "imported None", done.stderr[-2000:]
+    assert (
+        "flash_attn is installed, does not import and is left out: flash_attn_2_cuda.so: undefined symbol"
+        in done.stderr
+    )

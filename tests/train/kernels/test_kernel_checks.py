@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -196,7 +197,6 @@ def test_a_path_is_tried_only_where_it_would_be_used() -> None:
     assert not is_used("norm/cuda", replace(SIZES, is_qwen3=False), gpu, half)
     assert Conditions(device=gpu, dtype=half, sizes=SIZES).names() == [
         "products/cuda",
-        "attention/cuda/flash_attn",
         "attention/cuda/varlen_attn",
         "norm/cuda",
         "gate/cuda",
@@ -238,3 +238,34 @@ def test_a_path_that_fails_on_one_rank_is_left_out_on_all() -> None:
     (note,), is_left_out = run_ranks(prove_on_rank, TrainRuntime(device="cpu", num_workers=2), NullTelemetry())
     assert is_left_out  # on rank 0, where it works
     assert note.startswith("fast path norm/cpu was left out on rank 1: it differs")
+
+
+def wrong(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: attention.Rows, scaling: float) -> Tensor:
+    return 1.1 * attention.by_segment(q_TKD, k_TGD, v_TGD, rows.cu_seqlens, rows.group_bounds, scaling, rows.window)
+
+
+@pytest.mark.parametrize("impl", ["FA3", "FA4"])
+def test_an_attention_that_is_asked_for_and_disagrees_is_not_used(
+    impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fake in its place; on a GPU the same proof compares torch's switch with plain operations."""
+    for module in attention.FASTER.values():
+        folder = tmp_path.joinpath(*module.split("."))
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"attention/cuda/{impl}"
+    with registry.replaced({name: wrong}):
+        (proof,) = prove(HERE, [name])
+        assert proof.verdict == "disagrees"
+        assert registry.in_use(name) is None
+
+
+@pytest.mark.parametrize("impl", ["FA3", "FA4"])
+def test_an_attention_that_is_asked_for_and_not_installed_is_named_with_its_wheel(impl: str) -> None:
+    with registry.replaced({}):
+        attention.ask_for(impl)
+        assert f"attention/cuda/{impl}" in registry.provided()
+        assert re.search(
+            rf"no module .* is installed; {impl} comes with", attention.why_no_faster(f"attention/cuda/{impl}")
+        )
