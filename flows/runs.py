@@ -16,7 +16,7 @@ from typing import Literal
 from uuid import UUID
 
 import typer
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter
 from rich.console import Console
 from rich.markup import escape
 
@@ -247,9 +247,10 @@ def retry(which: str, root: Path) -> None:
         raise ConfigError(f"run {record.run_id[:8]} left no settings here; repeat its command where it ran")
     from flows.run import carry_out
 
-    asked = {name: tuple(value) if isinstance(value, list) else value for name, value in record.selection.items()}
+    asked = dict(record.selection)
     asked.pop("rerun_from", None)  # done already: what it set aside is made now
-    carry_out(PipelineConfig.model_validate_json(file.read_bytes()), StageSelection(**asked))
+    selection = TypeAdapter(StageSelection).validate_python(asked)
+    carry_out(PipelineConfig.model_validate_json(file.read_bytes()), selection)
 
 
 def _found(history: RunHistory, which: str, root: Path) -> RunRecord:
@@ -266,9 +267,12 @@ def _set_state(record: RunRecord, kind: Literal["CANCELLING", "SCHEDULED"]) -> N
         )
     check_prefect()
     from prefect import states
+    from prefect.client.schemas.objects import State
 
     from tasks.progress import fail_fast_client
 
-    state = states.Cancelling() if kind == "CANCELLING" else states.AwaitingRetry(message="klear runs retry")
+    state: State[None] = (
+        states.Cancelling() if kind == "CANCELLING" else states.AwaitingRetry(message="klear runs retry")
+    )
     with fail_fast_client(timeout_s=_CLIENT_S) as client:
         client.set_flow_run_state(UUID(record.run_id), state, force=kind == "SCHEDULED")
