@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, runs, show, sweep, ui
+from flows.commands import LOOK, RUN, SCORE, SERVE, chat, disk, evaluations, gc, replay, runs, show, sweep, ui
 from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
 from klear_core.errors import ConfigError, KlearError
 
@@ -244,9 +244,11 @@ def judge(
 app.add_typer(runs, name="runs", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(show)
 app.command(rich_help_panel=LOOK)(chat)
+app.command(rich_help_panel=LOOK)(disk)
 rl_app.command()(replay)
 app.command(rich_help_panel=SERVE)(ui)
 app.command(rich_help_panel=SERVE)(sweep)
+app.command(rich_help_panel=SERVE)(gc)
 
 
 @app.command(rich_help_panel=RUN)

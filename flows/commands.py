@@ -461,6 +461,42 @@ def ui(
     serve_uis(root, ports=UiPorts(runs=runs_port, prefect=prefect_port, mlflow=mlflow_port), host=host)
 
 
+def disk(root: Root = Path("runs")) -> None:
+    """Show what takes space: kinds of artifacts, unfinished work, trash, databases, and what each run alone holds.
+
+    klear disk --root /data/klear
+    """
+    from flows.garbage import show_disk
+
+    show_disk(root.absolute())
+
+
+def gc(
+    is_carried_out: Annotated[
+        bool, typer.Option("--yes", help="Move it to the trash, and delete what has been there for a week.")
+    ] = False,
+    last: Annotated[int, typer.Option(min=0, help="Number of runs, the newest, whose artifacts are kept.")] = 10,
+    which: Annotated[
+        str, typer.Option("--restore", metavar="NAME", help="Take back from the trash: all, or an artifact's name.")
+    ] = "",
+    root: Root = Path("runs"),
+) -> None:
+    """Show what nothing needs: not the champion, nor a pinned run, the last runs, or one that lives. --yes removes it.
+
+    klear gc
+
+    klear gc --last 3 --yes
+
+    klear gc --restore sft/3f2a91
+    """
+    from flows.garbage import Rules, collect_garbage, restore
+
+    if which:
+        restore(root.absolute(), which)
+    else:
+        collect_garbage(root.absolute(), Rules(last=last), is_dry_run=not is_carried_out)
+
+
 def sweep(
     pool: Annotated[str, typer.Option(help="Work pool whose crashed runs to restart.")] = "klear",
 ) -> None:

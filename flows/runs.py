@@ -247,9 +247,10 @@ def retry(which: str, root: Path) -> None:
         raise ConfigError(f"run {record.run_id[:8]} left no settings here; repeat its command where it ran")
     from flows.run import carry_out
 
-    selection = TypeAdapter(StageSelection).validate_python(record.selection)
-    # What `rerun_from` set aside is made by now.
-    carry_out(PipelineConfig.model_validate_json(file.read_bytes()), replace(selection, rerun_from=None))
+    asked = dict(record.selection)
+    asked.pop("rerun_from", None)  # done already: what it set aside is made now
+    selection = TypeAdapter(StageSelection).validate_python(asked)
+    carry_out(PipelineConfig.model_validate_json(file.read_bytes()), selection)
 
 
 def _found(history: RunHistory, which: str, root: Path) -> RunRecord:
@@ -270,7 +271,7 @@ def _set_state(record: RunRecord, kind: Literal["CANCELLING", "SCHEDULED"]) -> N
 
     from tasks.progress import fail_fast_client
 
-    state: State[object] = (
+    state: State[None] = (
         states.Cancelling() if kind == "CANCELLING" else states.AwaitingRetry(message="klear runs retry")
     )
     with fail_fast_client(timeout_s=_CLIENT_S) as client:

@@ -13,13 +13,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from klear_core.artifacts.files import BEING_CREATED, DISK_FULL, beside, write_whole
@@ -45,6 +45,26 @@ _REFUSED_CONDITIONS = ("PreconditionFailed", "ConditionalRequestConflict", "412"
 """Codes of a refused conditional write; the second is S3's while another writer creates the object."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 _NO_CONNECTION = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ProxyConnectionError")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectFacts:
+    """What a listing tells of an object."""
+
+    size: int
+    stamp: str
+    """Text that changes whenever the object does."""
+    written_at: datetime | None
+    """Time of the last write by the store's clock; None if the store does not say."""
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any]) -> Self:
+        """Return the facts in a listing of fsspec: S3 gives a hash of the content, a folder the inode and the time."""
+        modified = about.get("LastModified") or about.get("mtime") or about.get("created")
+        if isinstance(modified, int | float):
+            modified = datetime.fromtimestamp(modified, UTC)
+        stamp = "-".join(str(about.get(fact)) for fact in ("ETag", "size", "mtime", "ino"))
+        return cls(size=int(about.get("size") or 0), stamp=stamp, written_at=modified)
 
 
 class Bucket:
@@ -164,9 +184,13 @@ class Bucket:
         return sorted(str(path)[start:] for path in found if not str(path).endswith(BEING_CREATED))
 
     def stamps(self, prefix: str) -> dict[str, str]:
-        """Return the keys below a prefix that ends at a `/`, each with a text that changes with the object.
+        """Return the keys below a prefix that ends at a `/`, each with a text that changes with the object."""
+        return {key: found.stamp for key, found in self.facts(prefix).items()}
 
-        That is one request a thousand objects, which reads none of them.
+    def facts(self, prefix: str) -> dict[str, ObjectFacts]:
+        """Return what a listing tells of the objects below a prefix that ends at a `/`.
+
+        That is one request for a thousand objects, and reads none of them.
         """
         with self._errors():
             self._fs.invalidate_cache()
@@ -175,9 +199,8 @@ class Bucket:
             except FileNotFoundError:
                 return {}
         start = len(self._root) + 1
-        # S3 gives a hash of the content; a folder gives the time, and the inode, which every whole write changes.
         return {
-            str(path)[start:]: "-".join(str(about.get(fact)) for fact in ("ETag", "size", "mtime", "ino"))
+            str(path)[start:]: ObjectFacts.of(about)
             for path, about in sorted(found.items())
             if not str(path).endswith(BEING_CREATED)
         }

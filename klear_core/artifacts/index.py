@@ -7,6 +7,7 @@ seen by listing names. Whoever reads many files that it lacks writes it anew; a 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -59,7 +60,7 @@ def indexed(shelf: Shelf) -> dict[str, dict[str, Any]]:
     if num_read > _SLACK:
         entries = {name: [stamps[name], entry] for name, entry in found.items()}
         content = json.dumps({"version": _VERSION, "entries": entries}, separators=(",", ":")).encode()
-        with reporting("the index could not be written, so that the next look takes as long"):
+        with reporting("the index could not be written, so that the next look takes as long", level=logging.DEBUG):
             shelf.write_index(content)
     return found
 

@@ -69,16 +69,18 @@ class ObjectStore(LocalStore):
         """Return whether the artifact is sealed in the store, without fetching it."""
         if self._is_pointer(kind, fingerprint):
             return True
-        return self.bucket.read(seal_key(kind, fingerprint)) is not None
+        is_sealed = self.bucket.read(seal_key(kind, fingerprint)) is not None
+        return is_sealed or bool(self.bucket.keys(trash_keys(kind, fingerprint)))
 
     def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
         """Return the artifact, fetched to this node if it is not there yet; None if it is not sealed in the store."""
         if self._is_pointer(kind, fingerprint):
             return super().find(kind, fingerprint)
-        seal = self.bucket.read(seal_key(kind, fingerprint))
+        seal = self.bucket.read(seal_key(kind, fingerprint)) or self._seal_from_trash(kind, fingerprint)
         if seal is None:
             return None
         folder = self.folder(kind, fingerprint)
+        self._take_back(kind, fingerprint)
         found = None
         while found is None:  # another process of this node may evict it before it is marked as used
             self.cache.mark_used(folder)  # before the folder is read, because another process may be evicting it
@@ -181,6 +183,7 @@ class ObjectStore(LocalStore):
         # The seal comes last, so what it names is complete. If another node was first, its artifact is used here too.
         self._upload(manifest, folder)
         self.bucket.create(seal_key(ref.kind, ref.fingerprint), seal)
+        self._upload(manifest, folder)  # objects that were there before may have been collected before the seal
         sealed = self.find(ref.kind, ref.fingerprint)
         assert sealed is not None, "a seal was written or found"
         return sealed
@@ -188,7 +191,7 @@ class ObjectStore(LocalStore):
     def set_aside(self, kind: str, fingerprint: str, *, why: str) -> Path | None:
         """Move an artifact out of use in the store and on this node; returns its new place on this node."""
         key = seal_key(kind, fingerprint)
-        seal = self.bucket.read(key)
+        seal = self.bucket.read(key) or self._seal_from_trash(kind, fingerprint)
         if seal is not None:
             # In this order: a process that is killed in between leaves the artifact as it was.
             self.bucket.write(f"{aside_keys(kind, fingerprint)}{why}-{time.time_ns()}", seal)
@@ -234,6 +237,17 @@ class ObjectStore(LocalStore):
             log.warning("%s %s is made again: the old one of this node was moved to %s", kind, fingerprint, kept)
             return None
         return self.seal(self._local(kind, fingerprint))
+
+    def _seal_from_trash(self, kind: str, fingerprint: str) -> bytes | None:
+        """Seal an artifact again that is in the store's trash; return its seal, None if it is not there."""
+        keys = self.bucket.keys(trash_keys(kind, fingerprint))
+        seal = self.bucket.read(keys[-1]) if keys else None
+        if seal is not None:
+            self.bucket.create(seal_key(kind, fingerprint), seal)
+            for key in keys:
+                self.bucket.delete(key)
+            log.info("%s %s was taken back from the trash of the store", kind, fingerprint)
+        return seal
 
     def _work(self, kind: str, fingerprint: str) -> WorkdirSync:
         return WorkdirSync(self.bucket, self.workdir(kind, fingerprint), node=node_id(self.root))
@@ -324,6 +338,21 @@ def seal_key(kind: str, fingerprint: str) -> str:
 def pointer_key(kind: str, fingerprint: str) -> str:
     """Return the key of the seal of an artifact that only points to a model of one machine."""
     return f"pointers/{kind}/{fingerprint}"
+
+
+def trash_keys(kind: str, fingerprint: str) -> str:
+    """Return the prefix of the seals of an artifact that was collected as garbage, each under the time."""
+    return f"trash/artifacts/{kind}/{fingerprint}/"
+
+
+def pointer_manifests(bucket: Bucket, prefixes: Iterable[str]) -> Iterator[tuple[Manifest, str]]:
+    """Yield the manifests that the seals below these prefixes name, each with the SHA-256 of its object."""
+    for key in [key for prefix in prefixes for key in bucket.keys(prefix)]:
+        kind, fingerprint = [part for part in key.split("/") if part not in ("pointers", "trash", "artifacts")][:2]
+        seal = bucket.read(key)
+        if seal is not None:
+            manifest, content = sealed_manifest(bucket, kind, fingerprint, seal, f"{bucket.url}/{key}")
+            yield manifest, hashlib.sha256(content).hexdigest()
 
 
 def aside_keys(kind: str, fingerprint: str) -> str:

@@ -157,12 +157,19 @@ class RunHistory:
 
     def records(self) -> list[RunRecord]:
         """Return all runs, newest first; a run of this machine whose process is gone is `killed`."""
+        records = [self._now(record) for record in self._parsed().values() if record is not None]
+        return sorted(records, key=lambda record: record.started_at, reverse=True)
+
+    def unreadable(self) -> list[str]:
+        """Return the ids of runs whose record this version of Klear cannot read."""
+        return sorted(name for name, record in self._parsed().items() if record is None)
+
+    def _parsed(self) -> dict[str, RunRecord | None]:
         found = {name: _parsed(content) for name, content in indexed(_Local(self.root)).items()}
         if self.bucket is not None:
             shared = {name: _parsed(content) for name, content in indexed(_Shared(self.bucket)).items()}
             found = shared | found  # this machine knows more of its own
-        records = [self._now(record) for record in found.values() if record is not None]
-        return sorted(records, key=lambda record: record.started_at, reverse=True)
+        return found
 
     def find(self, which: str) -> RunRecord:
         """Return the run whose id starts with `which`, or the newest of that name. ConfigError if there is none."""

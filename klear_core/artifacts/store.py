@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,8 @@ BUILDING = ".building"
 """Folder of unfinished work."""
 ATTEMPTS = "attempts"
 """File beside a working folder with the number of builds that were started."""
+TRASH = ".trash"
+"""Folder of what was collected as garbage, by time, each thing at its path below the workspace: see `garbage`."""
 SHARED = ".shared-store"
 """File with the URL of the shared store that the artifacts of a folder were last built with."""
 
@@ -86,12 +88,13 @@ class LocalStore:
         return self.root / kind / fingerprint
 
     def exists(self, kind: str, fingerprint: str) -> bool:
-        """Return whether there is an artifact, intact or not."""
-        return self.folder(kind, fingerprint).is_dir()
+        """Return whether there is an artifact, intact or not; one in the trash counts, for `find` takes it back."""
+        return self.folder(kind, fingerprint).is_dir() or self._in_trash(kind, fingerprint) is not None
 
     def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
-        """Return the artifact, if it exists. ArtifactError if its manifest cannot be trusted."""
+        """Return the artifact, if it exists, also from the trash. ArtifactError if its manifest cannot be trusted."""
         folder = self.folder(kind, fingerprint)
+        self._take_back(kind, fingerprint)
         if not folder.is_dir():
             return None
         manifest = read_manifest(folder)
@@ -194,6 +197,7 @@ class LocalStore:
 
     def set_aside(self, kind: str, fingerprint: str, *, why: str) -> Path | None:
         """Move an artifact out of use, keep it as evidence, and delete work begun on it; returns its new place."""
+        self._take_back(kind, fingerprint)  # else a stage that is to be made again would find it in the trash
         shutil.rmtree(self._building(kind, fingerprint), ignore_errors=True)
         folder = self.folder(kind, fingerprint)
         return self._move_aside(folder, why=why) if folder.exists() else None
@@ -204,6 +208,22 @@ class LocalStore:
 
     def end_copies(self, workdir: Path) -> None:
         """Do nothing: a local store has no copies of unfinished work."""
+
+    def _in_trash(self, kind: str, fingerprint: str) -> Path | None:
+        """Return where the newest copy of an artifact is in the trash; None if there is none."""
+        found = [path for path in self.root.glob(f"{TRASH}/*/artifacts/{kind}/{fingerprint}") if path.is_dir()]
+        return max(found, default=None)
+
+    def _take_back(self, kind: str, fingerprint: str) -> None:
+        """Move an artifact from the trash to its place, unless it is there."""
+        folder = self.folder(kind, fingerprint)
+        trashed = None if folder.is_dir() else self._in_trash(kind, fingerprint)
+        if trashed is None:
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # another process was first
+            trashed.rename(folder)
+            log.info("%s %s was taken back from the trash", kind, fingerprint)
 
     def _note_shared(self) -> None:
         """Note for code that is only given a folder that there is no shared store."""

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
+from klear_core.artifacts.index import Entry, catalog
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, Manifest, read_manifest
 from klear_core.artifacts.model_files import download_gb
 from klear_core.artifacts.store import CheckedBy, LocalStore
@@ -40,7 +41,7 @@ class StagePlan:
     action: Action
     """`given`: a run takes a result that exists. A run sets a damaged artifact aside, and builds it again."""
     why: str
-    """For `run`: how it differs from the nearest artifact of its kind. For `given`: where the result comes from. For
+    """For `run`: how it differs from the nearest of the newest artifacts of its kind. For `given`: where the result comes from. For
     `damaged`: what is wrong with it."""
 
 
@@ -63,17 +64,26 @@ def plan_stages(
     store = open_store(config.workspace, checked_by=checked_by)
     asked = {stage.name: "asks each time which model is champion" for stage in stages if stage.job.asks_registry}
     asked |= dict.fromkeys(again, "asked to be made again")
+    newest = sorted(catalog(store).values(), key=lambda entry: entry.created_at, reverse=True)
     return [
-        _plan_one(stage, ids, config.workspace, store, asked.get(stage.name, ""))
+        _plan_one(stage, ids, config.workspace, store, newest, asked.get(stage.name, ""))
         for stage in stages
         if stage.name in names
     ]
 
 
 def _plan_one(
-    stage: Stage, ids: Mapping[str, ArtifactId], workspace: WorkspaceConfig, store: LocalStore, asked: str
+    stage: Stage,
+    ids: Mapping[str, ArtifactId],
+    workspace: WorkspaceConfig,
+    store: LocalStore,
+    newest: Sequence[Entry],
+    asked: str,
 ) -> StagePlan:
-    """Return the plan of one stage. `asked` is why it runs although its artifact may exist; empty if it need not."""
+    """Return the plan of one stage. `asked` is why it runs although its artifact may exist; empty if it need not.
+
+    `newest` are the artifacts here, newest first.
+    """
     own = ids[stage.name]
     action: Action = "given" if stage.origin else "run"
     if asked:
@@ -90,7 +100,8 @@ def _plan_one(
     else:
         records = input_records(stage.job, {role: ids[name] for role, name in stage.inputs.items()}, workspace)
         # Of this stage, and not of all of its kind: `evaluate_sft` differs from every `evaluate_rl` by its model.
-        why = _why(stage, records, [m for m in _manifests(store, stage.kind) if m.stage == stage.name])
+        others = [entry for entry in newest if (entry.kind, entry.stage) == (stage.kind, stage.name)]
+        why = _why(stage, records, list(_manifests(store, others[:_MAX_COMPARED])))
     return StagePlan(stage=stage.name, kind=own.kind, fingerprint=own.fingerprint, action=action, why=why)
 
 
@@ -107,10 +118,14 @@ def given_from(stage: Stage) -> str:
     return f"{stage.origin}, {gigabytes:.2g} GB to be downloaded" if gigabytes else stage.origin
 
 
-def _manifests(store: LocalStore, kind: str) -> Iterator[Manifest]:
-    for folder in store.folders(kind):
+_MAX_COMPARED = 20
+"""Artifacts of a stage, the newest, of which the nearest says why it runs."""
+
+
+def _manifests(store: LocalStore, entries: Sequence[Entry]) -> Iterator[Manifest]:
+    for entry in entries:
         try:
-            yield read_manifest(folder)
+            yield read_manifest(store.folder(entry.kind, entry.fingerprint))
         except ArtifactError:
             continue  # damaged: a run sets it aside, with a message
 

@@ -28,7 +28,6 @@ from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import with_failed_values
-from klear_core.rl.rewards import with_failed_values
 from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts, StreamItem, now
 from klear_core.types import Rollout, RolloutGroup
 

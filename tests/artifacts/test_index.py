@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from manifests import manifest
 from object_server import object_server
+from opened import Opened
 
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.index import catalog, shared_catalog
@@ -26,33 +26,9 @@ def publish(store: LocalStore, kind: str, number: int, *inputs: tuple[str, int],
             slot.publish(manifest(kind, f"f{number}", inputs=records))
 
 
-class Opened:
-    """Counts the manifests that this process opens, by Python's audit events."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self.num = 0
-
-    def __call__(self, event: str, args: tuple[object, ...]) -> None:
-        if self.is_on and event == "open" and str(args[0]).endswith("manifest.json"):
-            self.num += 1
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        self.is_on, self.num = True, 0
-        try:
-            yield
-        finally:
-            self.is_on = False
-
-
 @pytest.fixture(scope="module")
 def opened() -> Opened:
-    import sys
-
-    counter = Opened()
-    sys.addaudithook(counter)
-    return counter
+    return Opened("manifest.json")
 
 
 def test_each_manifest_is_opened_once_and_never_again(tmp_path: Path, opened: Opened):

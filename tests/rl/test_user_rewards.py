@@ -181,14 +181,18 @@ def test_a_users_reward_decides_what_is_learnt_and_a_machines_failure_is_left_ou
 @pytest.mark.usefixtures("source")
 def test_a_reward_that_fails_too_often_stops_the_stage_by_name(tmp_path: Path) -> None:
     knows = CustomReward(function="mine:knows")
-    with pytest.raises(RewardError, match=r"[23] of [23] values of the reward 'knows' failed.*KeyError.*mine.py, line 13"):
+    with pytest.raises(
+        RewardError, match=r"[23] of [23] values of the reward 'knows' failed.*KeyError.*mine.py, line 13"
+    ):
         collect(tmp_path, cfg_with(knows), ("a", "b", "c", "d"), min_failed_count=2)
 
 
 @pytest.mark.usefixtures("source")
 def test_answers_that_a_reward_fails_on_do_not_stop_the_stage(tmp_path: Path) -> None:
     """1 / 0 for texts of up to three characters; the group's lowest value is that of five, 1 / 2."""
-    collected = collect(tmp_path, cfg_with(CustomReward(function="mine:long")), ("a", "b", "4444", "55555"), min_failed_count=1)
+    collected = collect(
+        tmp_path, cfg_with(CustomReward(function="mine:long")), ("a", "b", "4444", "55555"), min_failed_count=1
+    )
     (group,) = collected.kept
     assert {r.completion.text: r.custom_rewards["long"] for r in group.rollouts} == {
         "a": 0.5,
