@@ -31,7 +31,6 @@ from klear_core.metrics import METRICS_FILE, SILENT, Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import choose_problems, to_samples
-from klear_core.rl.health import Watch, describe_answers
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards, now
