@@ -192,6 +192,7 @@ def reruns_of_upgrade(config: PipelineConfig, chosen: Collection[str] | None = N
     needed = with_inputs(stages, names)
     ids = fingerprints_of(needed, config.workspace)
     store = open_store(config.workspace, checked_by="size")
+    entries = list(catalog(store).values())
     earlier: dict[str, list[Manifest]] = {}
     reruns = []
     for stage in needed:
@@ -205,9 +206,8 @@ def reruns_of_upgrade(config: PipelineConfig, chosen: Collection[str] | None = N
             fingerprints.update(manifest.fingerprint for manifest in before)
         found = [
             manifest
-            for manifest in _manifests(store, stage.kind)
-            if manifest.stage == stage.name
-            and len(manifest.inputs) == len(accepted)
+            for manifest in _manifests(store, [e for e in entries if (e.kind, e.stage) == (stage.kind, stage.name)])
+            if len(manifest.inputs) == len(accepted)
             and all(i.fingerprint in those for i, those in zip(manifest.inputs, accepted, strict=True))
             and _added_settings(stage.job, manifest) is not None
         ]

@@ -45,6 +45,7 @@ def test_benchmarks_are_kept_out_and_no_training_data_of_the_card(tmp_path: Path
             warnings=(),
             has_adapter=False,
             has_profile=False,
+            gguf_file="",
         )
     )
     assert f"datasets: {json.dumps(['math/train'])}" in card.splitlines()
