@@ -175,6 +175,18 @@ class Facts:
         return tuple(dict.fromkeys([*configured, *met]))
 
 
+    @property
+    def dependence(self) -> str:
+        """How the intervals over other problems take a benchmark's problems: as independent, or in clusters."""
+        clusters = {s.benchmark: s.avg.num_clusters for model in self.models for s in model.scores}
+        known = [f"{name} in {num} clusters" for name, num in clusters.items() if num]
+        alone = [name for name, num in clusters.items() if not num]
+        if not known:
+            return "Problems are taken as independent: no contests, subjects or templates are known that some share."
+        others = f"; those of {', '.join(alone)} are taken as independent" if alone else ""
+        return f"Problems that share a contest, subject or template count together: {', '.join(known)}{others}."
+
+
 # ---- read ----
 # Read the facts of a run from its artifact folders.
 

@@ -127,7 +127,7 @@ def measure() -> list[dict[str, object]]:
             measures += [_measure(f"{kind}, {name}: {what}", s) for what, s in zip(PARTS, shares[:2], strict=False)]
             promoted = f"{kind}, {name}: promoted"
             if kind == "gain":
-                measures.append(_measure(promoted, shares[2], least=0.8 if name in POWERFUL else 0))
+                measures.append(_measure(promoted, shares[2], least=0.75 if name in POWERFUL else 0))
             else:
                 measures.append(_measure(promoted, shares[2], most=0.035))
     for num, n, size, between, within, effect in CLUSTERED:
