@@ -213,6 +213,11 @@ class Watch:
         Steps after `step` are not looked at: a run that resumes will repeat them.
         """
         self._rows = {s: row for s, row in self._rows.items() if s <= step}
+        # First, because a stop has often more than one sign.
+        for cause, text in self._warnings():
+            if cause not in self._told:
+                self._told.add(cause)
+                log.warning("step %d: %s", step, text)
         for name, (metric, what, remedy) in _STOPPING.items():
             limit = float(getattr(self._cfg.runtime.bad_answers, name))
             ends = self._risen(metric, limit)
@@ -222,10 +227,6 @@ class Watch:
                     f"{remedy}. The last checkpoint is kept: to go on from it all the same, set "
                     f"rl.runtime.bad_answers.{name} = 1 and run again"
                 )
-        for cause, text in self._warnings():
-            if cause not in self._told:
-                self._told.add(cause)
-                log.warning("step %d: %s", step, text)
 
     def notes(self) -> tuple[str, ...]:
         """Return the warnings that hold at the end of the run."""
@@ -256,13 +257,15 @@ class Watch:
             )
 
     def _without_gradient(self) -> Iterator[tuple[str, str]]:
-        kept = self._column("rl/groups/kept")[-WINDOW:]
-        if len(kept) == WINDOW and not any(kept):
-            pass_rate = self._column("rl/pass/rate")[-1:]
+        kept, asked = (self._ends(f"rl/groups/{name}") for name in ("kept", "asked"))
+        rates = self._ends("rl/pass/rate")
+        if kept is None or asked is None or rates is None or rates[1] >= SOLVED:
+            return
+        if kept[1] < asked[1] / 10:
             yield (
                 "kept",
-                f"no group of the last {WINDOW} steps was trained on, at a pass rate of "
-                f"{pass_rate[0] if pass_rate else 0:.2f}: their rewards are all equal, and nothing is learnt",
+                f"{kept[1]:.1f} of {asked[1]:.0f} groups were trained on in each of the last {WINDOW} steps, at a pass "
+                f"rate of {rates[1]:.2f}: the others have equal rewards, and teach nothing",
             )
 
     def _lengths(self) -> Iterator[tuple[str, str]]:

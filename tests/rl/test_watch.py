@@ -124,6 +124,7 @@ FINE = {
     "rl/entropy/mean": 0.3,
     "rl/pass/rate": 0.4,
     "rl/groups/kept": 8.0,
+    "rl/groups/asked": 12.0,
     "rl/grad/norm": 1.0,
 }
 
@@ -177,7 +178,7 @@ def test_nothing_is_said_of_a_run_that_is_well(tmp_path: Path) -> None:
         ({"rl/answers/same_frac": 0.7}, "70% .* one and the same"),
         ({"rl/answers/extra_tags_frac": 0.7}, "70% .* think tag twice"),
         ({"rl/answers/other_script_frac": 0.7}, "70% .* another writing system"),
-        ({"rl/groups/kept": 0.0}, "no group of the last 5 steps"),
+        ({"rl/groups/kept": 0.0}, "0.0 of 12 groups .* at a pass rate of 0.40"),
         ({"rl/response/mean_tokens": 40.0}, "40 tokens .* collapse of the length"),
         ({"rl/response/mean_tokens": 300.0}, "300 tokens .* is length rewarded"),
         ({"rl/entropy/mean": 0.02}, "entropy is 0.02 .* explores no more"),

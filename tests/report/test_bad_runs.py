@@ -1,0 +1,108 @@
+"""docs/when_a_run_goes_wrong.md is of real runs: its pictures and its quoted warnings follow from docs/data/bad_runs.jsonl.
+
+To draw the pictures anew: KLEAR_DRAW=1 pytest tests/report/test_bad_runs.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from klear_core.config.rl import RlConfig
+from klear_core.errors import CollapseError
+from klear_core.metrics import SILENT
+from klear_core.report import charts
+from klear_core.report.charts import Series, line_chart
+from klear_core.report.run.build import page_template
+from klear_core.rl.state import Watch
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "when_a_run_goes_wrong.md").read_text()
+SHARES = {
+    "tags_missing": {"answers/malformed_frac": "without tags", "pass/rate": "right"},
+    "hot": {"answers/repeated_frac": "looping", "response/truncated_frac": "cut off", "pass/rate": "right"},
+    "tags_twice": {"answers/extra_tags_frac": "tags twice", "response/truncated_frac": "cut off", "pass/rate": "right"},
+    "one_answer": {"answers/same_frac": "the most common", "pass/rate": "right"},
+    "drift": {"answers/other_script_frac": "other letters", "pass/rate": "right"},
+    "hole": {"pass/rate": "right, by RL's judge", "eval/avg": "by the benchmark's"},
+    "endless": {"response/truncated_frac": "cut off", "pass/rate": "right"},
+}
+"""Runs that are shown by shares of answers: the metrics and their names in the legend."""
+NUMBERS = {
+    "short": {"response/mean_tokens": "tokens"},
+    "long": {"response/mean_tokens": "tokens"},
+    "entropy": {"entropy/mean": "entropy, nats"},
+    "equal": {"groups/kept": "groups trained on"},
+}
+COLOURS = ("#2b6cb8", "#c2540a", "#17845a")
+
+
+def runs() -> dict[str, dict[int, dict[str, float]]]:
+    found: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
+    for line in (DOCS / "data" / "bad_runs.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found[row.pop("run")][row.pop("step")] = row
+    return found
+
+
+RUNS = runs()
+
+
+def picture(name: str) -> str:
+    """The chart of the report as a file of its own, with its legend in it."""
+    legend = SHARES.get(name) or NUMBERS[name]
+    series = []
+    for metric, label in legend.items():
+        points = {step: row[metric] for step, row in RUNS[name].items() if metric in row}
+        series.append((label, Series(name=f"rl/{metric}", steps=tuple(points), values=tuple(points.values()))))
+    chart = line_chart(name, series, is_share=name in SHARES)
+    assert chart is not None
+    html = str(page_template("macros.html.j2").module.line_chart(chart, charts))  # type: ignore[attr-defined]
+    (drawing,) = re.findall(r"<svg[^>]*>(.*)</svg>", html, re.DOTALL)
+    style = "".join(f".tone{i}{{--c:{colour};fill:{colour}}}" for i, colour in enumerate(COLOURS))
+    style += "text{font:10px sans-serif;fill:#777}text.y{text-anchor:end}text.x{text-anchor:middle}.grid{stroke:#ccc}"
+    style += "path{fill:none;stroke:var(--c);stroke-width:1.8}.under{opacity:.3}.smooth{stroke-width:2.2}"
+    at = charts.LEFT
+    words = []
+    for i, line in enumerate(chart.lines):
+        words.append(f'<tspan x="{at}" style="fill:{COLOURS[i]}">{line.label}</tspan>')
+        at += 12 + round(5.4 * len(line.label))
+    size = f'viewBox="0 -18 {charts.WIDTH} {charts.HEIGHT + 18}" width="{charts.WIDTH}"'
+    body = re.sub(r"\n\s*", "\n", drawing).strip()
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n'
+        f'<text y="-6">{"".join(words)}</text>\n{body}\n</svg>\n'
+    )
+
+
+@pytest.mark.parametrize("name", [*SHARES, *NUMBERS])
+def test_a_picture_shows_the_run_in_the_data(name: str) -> None:
+    file = DOCS / "pictures" / f"{name}.svg"
+    if os.environ.get("KLEAR_DRAW"):
+        file.write_text(picture(name))
+    assert file.read_text() == picture(name)
+    assert f"](pictures/{name}.svg)" in PAGE
+
+
+@pytest.mark.parametrize("name", [*SHARES, *NUMBERS])
+def test_the_page_quotes_what_the_run_said(name: str, tmp_path: Path) -> None:
+    """The metrics of the run, told again to a watch with the default limits, give the quoted stop or warning."""
+    watch = Watch(RlConfig(), SILENT, tmp_path / "none")
+    said: set[str] = set()
+    for step, row in RUNS[name].items():
+        watch.log({f"rl/{metric}": value for metric, value in row.items()}, step=step)
+        said |= {f"step {step}: {note}" for note in watch.notes()}
+        try:
+            watch.check(step)
+        except CollapseError as stop:
+            said.add(str(stop))
+            break
+    (section,) = (part for part in PAGE.split("\n## ") if f"](pictures/{name}.svg)" in part)
+    quoted = re.findall(r"^> (.*)$", section, re.MULTILINE)
+    assert quoted
+    assert [line for line in quoted if not any(line in text for text in said)] == [], said
