@@ -170,25 +170,28 @@ def plan(
 @app.command(rich_help_panel=RUN)
 def doctor(
     with_gpu: Annotated[
-        bool, typer.Option("--gpu", help="Compare the fast paths of GPU and CPU with plain operations; takes a minute.")
+        bool,
+        typer.Option(
+            "--gpu", help="Ask driver, torch, vLLM and the nodes, and compare all fast paths with plain operations."
+        ),
     ] = False,
     store: Annotated[str, typer.Option(help="URL of a shared store (workspace.store) to check as well.")] = "",
 ) -> None:
     """Check Python, torch, C compiler, Ray, vLLM, firejail, GPU, memory and disk, and say how to fix what is wrong."""
-    from flows.doctor import check_machine, check_store, show_checks
+    from flows.doctor import check_machine, check_paths, check_store, show_checks, show_paths
 
     checks = [] if with_gpu else check_machine()
     if store:
         checks.append(check_store(store))
-    if checks:
-        show_checks(checks)
+    if with_gpu and not any(check.is_fatal for check in checks):
+        from flows.doctor_gpu import check_gpu_machine
+
+        checks += check_gpu_machine()
+    show_checks(checks)
     if any(check.is_fatal for check in checks):
         raise typer.Exit(1)
-    if with_gpu:
-        from flows.doctor import check_paths, show_paths
-
-        if not show_paths(check_paths()):
-            raise typer.Exit(1)
+    if with_gpu and not show_paths(check_paths()):
+        raise typer.Exit(1)
 
 
 @app.command(rich_help_panel=RUN)

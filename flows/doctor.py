@@ -59,10 +59,10 @@ def check_machine() -> list[Check]:
         _compiler(),
         _ray(),
         _vllm(),
-        _sandbox(),
+        check_sandbox(),
         _gpu(),
         _memory(),
-        _disk(Path.cwd()),
+        check_disk(Path.cwd()),
     ]
 
 
@@ -185,11 +185,12 @@ def _vllm() -> Check:
         name="vLLM",
         found="not installed",
         is_good=False,
-        fix="only for profiles with engine kind vllm: pip install -e '.[gpu]'",
+        fix="only for profiles with engine kind vllm: make gpu",
     )
 
 
-def _sandbox() -> Check:
+def check_sandbox() -> Check:
+    """Say whether programs that a model writes can be isolated here; the isolation is tried."""
     from klear_core.config.verify import VerifyConfig
     from klear_core.errors import SandboxError
     from klear_core.verify.sandbox.selftest import checked_backend
@@ -209,7 +210,7 @@ def _gpu() -> Check:
     if answer.failure:
         return Check(name="GPU", found=f"nvidia-smi: {answer.failure}", is_good=False, fix="repair the NVIDIA driver")
     is_cuda = find_spec("torch") is not None and "+cpu" not in importlib.metadata.version("torch")
-    fix = "" if is_cuda else "this torch is a CPU build: install a CUDA build"
+    fix = "klear doctor --gpu asks torch and vLLM" if is_cuda else "this torch is a CPU build: make gpu"
     return Check(name="GPU", found="; ".join(answer.output.splitlines()), is_good=is_cuda, fix=fix)
 
 
@@ -227,10 +228,11 @@ def _memory() -> Check:
     )
 
 
-def _disk(where: Path) -> Check:
+def check_disk(where: Path, *, min_gb: float = MIN_FREE_GB) -> Check:
+    """Say whether a folder's disk has so much room."""
     free_gb = shutil.disk_usage(where).free / 1e9
-    is_good = free_gb >= MIN_FREE_GB
-    fix = "" if is_good else f"free {MIN_FREE_GB:g} GB, or choose another disk: --set workspace.root=/path"
+    is_good = free_gb >= min_gb
+    fix = "" if is_good else f"free {min_gb:g} GB, or choose another disk: --set workspace.root=/path"
     return Check(name="disk", found=f"{free_gb:.0f} GB free at {where}", is_good=is_good, fix=fix)
 
 

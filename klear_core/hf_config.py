@@ -50,6 +50,10 @@ class HfConfig(BaseModel):
     attn_logit_softcapping: float | None = None
     logit_scale: float | None = None
     logits_scaling: float | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    n_routed_experts: int | None = None
+    """Experts of a mixture, by the names of Qwen, of Mixtral and gpt-oss, and of DeepSeek."""
     mamba_d_conv: int | None = None
     """Width of the convolution in state-space layers, which stand beside or in place of attention."""
 
@@ -221,6 +225,12 @@ def check_architecture(folder: Path) -> None:
         raise ConfigError(
             f"{path}: mamba_d_conv={config.mamba_d_conv}; "
             "state-space layers carry a state from one packed row to the next"
+        )
+    experts = config.num_experts or config.num_local_experts or config.n_routed_experts or 0
+    if experts > 1:
+        raise ConfigError(
+            f"{path}: {config.model_type} is a mixture of {experts} experts; Klear trains dense models only, because "
+            "engines and learner would choose other experts for the same token, and nothing replays the engine's choice"
         )
     odd = sorted(set(config.layer_types or ()) - {"full_attention", "sliding_attention"})
     if odd:
