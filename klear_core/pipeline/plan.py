@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from klear_core.artifacts.index import Entry, catalog
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, Manifest, read_manifest
@@ -21,8 +21,10 @@ from klear_core.config.stage import EngineUse, Job, Stage
 from klear_core.config.train import TrainRuntime
 from klear_core.distill.teachers.fleet import BlockKeys
 from klear_core.errors import ArtifactError, ConfigError
-from klear_core.evaluate.stats.significance import detectable
+from klear_core.evaluate.stats.significance import GATE_GAIN, GateBenchmark, detectable, gate_chances
+from klear_core.pipeline.costs.estimate import estimate, gpus_held
 from klear_core.pipeline.graph import fingerprints_of, input_records, open_store, stages_of, with_inputs
+from klear_core.scores import percent
 
 _ABSENT = "(not set)"
 
@@ -39,7 +41,7 @@ class StagePlan:
     action: Action
     """`given`: a run takes a result that exists. A run sets a damaged artifact aside, and builds it again."""
     why: str
-    """For `run`: how it differs from the nearest of its stage's newest artifacts. For `given`: where the result comes
+    """For `run`: how it differs from the nearest of the newest artifacts of its kind. For `given`: where the result comes
     from. For `damaged`: what is wrong with it."""
 
 
@@ -157,8 +159,107 @@ def _differences(stage: Stage, inputs: Sequence[InputRecord], other: Manifest) -
     return found
 
 
-def _settings_by_key(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    return {".".join(path): value for path, value in leaves_of(config)}
+def _settings_by_key(config: Mapping[str, JsonValue], *, into_lists: bool = False) -> dict[str, JsonValue]:
+    return {".".join(path): value for path, value in leaves_of(config, into_lists=into_lists)}
+
+
+# ---- upgrades ----
+# Find finished stages that run again only because the code is newer than their artifacts, and what that costs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """A finished stage that runs again although no setting and no source was changed."""
+
+    stage: str
+    why: str
+    """What the new code does otherwise, and the inputs that are made again for such a reason."""
+    earlier: Manifest
+    """Manifest of the newest artifact that the earlier code made from the same settings."""
+    gpu_hours: float | None
+    """None if the stage uses no GPU, or on how many it ran is not known."""
+    is_measured: bool
+    """Whether time and GPU-hours were measured. A build in several attempts has measured only its last one, so that
+    `gpu_hours` is then the upper bound of the estimate."""
+    max_tokens: int | None
+    """The estimated bound of tokens, where the earlier artifact has not counted them."""
+
+
+def reruns_of_upgrade(config: PipelineConfig, chosen: Collection[str] | None = None) -> list[Rerun]:
+    """Return the chosen stages (None: all) that run again only because of newer code, in order."""
+    stages = stages_of(config)
+    names = [stage.name for stage in stages if chosen is None or stage.name in chosen]
+    needed = with_inputs(stages, names)
+    ids = fingerprints_of(needed, config.workspace)
+    store = open_store(config.workspace, checked_by="size")
+    earlier: dict[str, list[Manifest]] = {}
+    reruns = []
+    for stage in needed:
+        own = ids[stage.name]
+        if stage.origin or stage.job.asks_registry or store.exists(own.kind, own.fingerprint):
+            continue
+        records = input_records(stage.job, {role: ids[name] for role, name in stage.inputs.items()}, config.workspace)
+        accepted = [{record.fingerprint} for record in records]
+        for record, fingerprints in zip(records, accepted, strict=True):
+            before = earlier.get(stage.inputs.get(record.role, ""), [])
+            fingerprints.update(manifest.fingerprint for manifest in before)
+        found = [
+            manifest
+            for manifest in _manifests(store, stage.kind)
+            if manifest.stage == stage.name
+            and len(manifest.inputs) == len(accepted)
+            and all(i.fingerprint in those for i, those in zip(manifest.inputs, accepted, strict=True))
+            and _added_settings(stage.job, manifest) is not None
+        ]
+        if found:
+            earlier[stage.name] = found
+            if stage.name in names:
+                reruns.append(_rerun(config, stage, max(found, key=lambda m: m.created_at), remade=earlier.keys()))
+    return reruns
+
+
+def _added_settings(job: Job, earlier: Manifest) -> dict[str, JsonValue] | None:
+    """Return the settings that an earlier artifact did not know and that have their defaults now; None if any other
+    setting differs."""
+    old = _settings_by_key(earlier.result_config, into_lists=True)
+    new = _settings_by_key(result_settings(job), into_lists=True)
+    set_by_user = _settings_by_key(job.model_dump(mode="json", exclude_defaults=True), into_lists=True)
+    added = {key: value for key, value in new.items() if key not in old}
+    is_same = all(new.get(key, _ABSENT) == value for key, value in old.items())
+    return added if is_same and not added.keys() & set_by_user.keys() else None
+
+
+def _rerun(config: PipelineConfig, stage: Stage, earlier: Manifest, *, remade: Collection[str]) -> Rerun:
+    job, reasons = stage.job, []
+    if earlier.code_version != job.code_version:
+        known = [why for version, why in job.code_changes.items() if version > earlier.code_version]
+        change = f"code version {earlier.code_version} -> {job.code_version}"
+        reasons.append(": ".join([change, *(["; ".join(known)] if known else [])]))
+    added = _added_settings(job, earlier) or {}
+    reasons += [f"new setting {key} = {value}" for key, value in added.items()]
+    inputs = [name for name in dict.fromkeys(stage.inputs.values()) if name in remade]
+    if inputs:
+        reasons.append(f"follows from {', '.join(inputs)}")
+    rows = estimate(config, {stage.name})
+    estimated = [row.gpu_hours for row in rows if row.gpu_hours is not None]
+    is_measured, num_gpus = earlier.attempts == 1, gpus_held(_as_it_ran(stage, earlier))
+    measured = earlier.wall_s / 3600 * num_gpus if estimated and num_gpus is not None else None
+    return Rerun(
+        stage=stage.name,
+        why="; ".join(reasons),
+        earlier=earlier,
+        gpu_hours=measured if is_measured else sum(estimated) if estimated else None,
+        is_measured=is_measured,
+        max_tokens=rows[0].max_tokens if rows else None,
+    )
+
+
+def _as_it_ran(stage: Stage, earlier: Manifest) -> Stage:
+    """Return the stage with the workers and engines that made the earlier artifact, if its settings can be read."""
+    try:
+        return replace(stage, job=type(stage.job).model_validate(earlier.config))
+    except ValidationError:  # a setting of its `runtime` has another name since
+        return stage
 
 
 # ---- pending work ----
@@ -287,12 +388,12 @@ def _gb_in(folder: Path) -> float:
 def detectable_lines(config: PipelineConfig) -> Iterator[str]:
     """Yield a sentence for each benchmark whose number of problems the config has."""
     for benchmark in config.benchmarks:
-        num_problems = _num_problems(benchmark)
-        if num_problems is None:
+        num = num_problems(benchmark)
+        if num is None:
             continue
         n = benchmark.num_samples
-        found = detectable(num_problems, n, confidence=config.evaluate.confidence)
-        start = f"{benchmark.name}, {num_problems:,} problems, n = {n}: "
+        found = detectable(num, n, confidence=config.evaluate.confidence)
+        start = f"{benchmark.name}, {num:,} problems, n = {n}: "
         if found.gain is None:
             seen = "too few problems to show any gain"
         else:
@@ -300,7 +401,28 @@ def detectable_lines(config: PipelineConfig) -> Iterator[str]:
         yield f"{start}{seen}; two runs of one model differ by up to {100 * found.rerun:.1f} points"
 
 
-def _num_problems(benchmark: BenchmarkConfig) -> int | None:
+def gate_lines(config: PipelineConfig) -> Iterator[str]:
+    """Yield the chances that models pass the rule of the champion, if all numbers of problems are known."""
+    rule = config.promote
+    suite = []
+    for benchmark in config.benchmarks:
+        num = num_problems(benchmark)
+        if rule is None or num is None or num < 2:
+            return
+        margin = rule.margin_of(benchmark.name)
+        suite.append(GateBenchmark(num_problems=num, num_samples=benchmark.num_samples, margin=margin))
+    if suite:
+        found = gate_chances(suite, confidence=config.evaluate.confidence)
+        yield (
+            f"promote: an equal model is found non-inferior in {percent(found.equal_passes, 0)} of runs, one with a "
+            f"gain of {GATE_GAIN} logits everywhere is promoted in {percent(found.better_is_promoted, 0)}"
+        )
+
+
+def num_problems(benchmark: BenchmarkConfig) -> int | None:
+    """Return a benchmark's number of problems, as far as the config has it."""
+    if benchmark.num_problems is not None:
+        return benchmark.num_problems
     if isinstance(benchmark.source, GeneratedSource):
         return benchmark.source.num_problems
     return benchmark.expected_rows
