@@ -1,7 +1,7 @@
 # The parts of CI, the long ones first. Each says what it did when it has ended; all are run, whatever becomes of the others.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-KILLS := tests/flows/test_drills.py tests/flows/test_errors.py tests/flows/test_first_run.py
+KILLS := tests/drills tests/flows/test_errors.py tests/flows/test_first_run.py
 RAY   := tests/cluster tests/sft
 START := $(shell date +%s)
 WHERE := $(if $(wildcard runs/*),runs/ci,runs)
@@ -48,7 +48,7 @@ slow-ray:
 	$(call say,several machines and gangs)
 
 slow-others:
-	$(MAKE) test-slow TESTS="$(patsubst %,--ignore=%,tests/flows tests/rl $(RAY))"
+	$(MAKE) test-slow TESTS="$(patsubst %,--ignore=%,tests/drills tests/flows tests/rl $(RAY))"
 	$(MAKE) test-adam8bit
 	$(call say,all other slow tests)
 

@@ -23,6 +23,7 @@ from prefect.states import Cancelled, Failed
 from flows.environment import PipelineResult, StageSelection, page_of, resolve, show_core_logs
 from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
 from flows.process import lost_interrupts_sent_again, make_terminations_interrupts
+from flows.retraining import gated, previous_run, summary, turn
 from flows.servers import check_store, is_temporary_server
 from flows.sweep import MAX_ATTEMPTS
 from klear_core.artifacts.files import DiskErrors
@@ -42,7 +43,8 @@ from klear_core.pipeline.graph import (
 from klear_core.pipeline.preflight.checks import require_ready
 from klear_core.seeding import seed_for
 from tasks import tracking
-from tasks.progress import console
+from tasks.notify import News, Notifier, RunWatch, end_news, open_notifier
+from tasks.progress import console, show_summary
 from tasks.resources import no_orphans
 from tasks.run_record import RunRecorder, new_record
 from tasks.stage import StageTask, in_workspace
@@ -68,6 +70,8 @@ class PipelineRun:
     """Names of the stages to run or reuse."""
     artifacts: dict[str, ArtifactRef] = field(default_factory=dict)
     """Artifacts by stage name, in the order in which they were made or found."""
+    summary: str = ""
+    """What came of the run, for its record; only retraining says it."""
 
     def inputs_of(self, stage: Stage) -> dict[str, ArtifactRef]:
         """Return a stage's inputs by role. Raise ArtifactError if one is neither made by this run nor in the store."""
@@ -169,9 +173,10 @@ def _run_selected(
     keys = read_keys(stage.job for stage in stages if stage.name in chosen)
     require_ready(config, chosen, again=again, keys=keys)
     check_store(config.workspace)
+    notifier = open_notifier(config.workspace.notify)
     set_moved_aside(config, chosen)
     run = PipelineRun(config=config, info=_run_info(config, _this_flow_run()), stages=stages, chosen=chosen)
-    with recorded(run, selection):
+    with recorded(run, selection, notifier):
         if again:
             ids = fingerprints_of(with_inputs(stages, again), config.workspace)
             _set_aside_once(config.workspace, [ids[name] for name in again], run_id=run.info.run_id)
@@ -187,8 +192,11 @@ _STATES: Mapping[str, RunState] = {"FINISHED": "done", "FAILED": "failed", "KILL
 
 
 @contextmanager
-def recorded(run: PipelineRun, selection: StageSelection) -> Iterator[None]:
-    """Keep the run's record, from before it looks for artifacts, so that none of them is collected, until its end."""
+def recorded(run: PipelineRun, selection: StageSelection, notifier: Notifier) -> Iterator[None]:
+    """Keep the run's record, from before it looks for artifacts, so that none of them is collected, until its end.
+
+    Somebody is told of what happens to it.
+    """
     this = _this_flow_run()
     stages = [stage for stage in run.stages if stage.name in run.chosen]
     ids: Mapping[str, ArtifactId] = {}
@@ -197,18 +205,23 @@ def recorded(run: PipelineRun, selection: StageSelection) -> Iterator[None]:
     asked = {name: value for name, value in asdict(selection).items() if value}
     record = new_record(run.info, run.config, stages, ids, selection=asked, has_worker=this.deployment_id is not None)
     history = RunHistory.of(workspace_root(run.config.workspace), store=run.config.workspace.store)
-    recorder = RunRecorder(record, history, run.stages)
+    watch = RunWatch(notifier, run.config.workspace.notify, workspace_root(run.config.workspace))
+    recorder = RunRecorder(record, history, run.stages, watch=watch.look)
     with recorder.recording(run.config):
         try:
             yield
         finally:
             error = sys.exc_info()[1]
             page = page_of(run.stages, run.artifacts) or failed_report(run.info)
-            recorder.ended(
-                _STATES[tracking.status_now()],
-                why="" if error is None or is_interrupt(error) else f"{type(error).__name__}: {error}",
-                report=str(page) if page.is_file() else "",
-            )
+            report = str(page) if page.is_file() else ""
+            why = run.summary if error is None or is_interrupt(error) else f"{type(error).__name__}: {error}"
+            recorder.ended(_STATES[tracking.status_now()], why=why, report=report)
+            with reporting("nobody could be told of the end of this run"):
+                for event, line in end_news(run.stages, run.artifacts, run.chosen, run.info.started_at, error):
+                    link = run.info.run_url or report
+                    notifier.tell(
+                        News(event=event, run_id=run.info.run_id, run_name=run.info.run_name, line=line, link=link)
+                    )
 
 
 def _failing_in_one_line(run: Callable[[], PipelineResult]) -> PipelineResult:
@@ -415,7 +428,10 @@ def retrain(
     overrides: list[str] = [],  # noqa: B006  Prefect shows the default in its form
     seed: Seed = "fixed",
 ) -> PipelineResult:
-    """Run the pipeline again: with a fixed seed only stages with changed data or settings, with a fresh seed all.
+    """Run the pipeline again and let its last model become champion if it passes the rule; `promote` has the rule.
+
+    With a fixed seed only stages with changed data or settings run, with a fresh seed all. One retraining of a
+    registered model runs at a time; another one waits.
 
     Args:
         profile: A folder under configs/, or a path to one.
@@ -425,10 +441,21 @@ def retrain(
     """
 
     def run() -> PipelineResult:
-        config = with_seed(resolve(profile, overrides, settings), seed, run_id=str(flow_run.id))
-        return tracked_run(config, run_stages, StageSelection())
+        config = gated(with_seed(resolve(profile, overrides, settings), seed, run_id=str(flow_run.id)))
+        return tracked_run(config, run_stages_in_turn, StageSelection())
 
     return _failing_in_one_line(run)
+
+
+def run_stages_in_turn(run: PipelineRun) -> None:
+    """Make or reuse the stages once no other retraining runs, and sum up what was new and what came of it."""
+    with turn(run.config):
+        before = previous_run(run.config.workspace, run.config.name, run_id=run.info.run_id)
+        run_stages(run)
+        with reporting("the summary of this retraining could not be written"):
+            run.summary = summary(run.artifacts, before, run.config.workspace, started_at=run.info.started_at)
+            log.info("retraining %s:\n%s", run.info.run_name, run.summary)
+            show_summary(run.info, run.summary)
 
 
 def with_seed(config: PipelineConfig, seed: Seed, *, run_id: str) -> PipelineConfig:

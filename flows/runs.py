@@ -165,7 +165,7 @@ def lines_of(run: ShownRun) -> Iterator[str]:
         f"{escape(run.progress + pinned)}"
     )
     busy = "" if r.gpu_busy is None else f"GPUs busy {percent(r.gpu_busy, 0)}"
-    for part in (run.score, ", ".join(filter(None, (busy, run.cost))), r.why, r.report):
+    for part in (run.score, ", ".join(filter(None, (busy, run.cost))), *r.why.splitlines(), r.report):
         if part:
             yield f"          {escape(part)}"
 

@@ -384,6 +384,15 @@ def show_in_prefect(info: RunInfo, manifest: Manifest, ref: ArtifactRef) -> None
     deliver_summaries()
 
 
+def show_summary(info: RunInfo, markdown: str) -> None:
+    """Send the summary of a whole run as a Markdown artifact of its page."""
+    from prefect.client.schemas.actions import ArtifactCreate
+
+    about = {"key": "klear-summary", "type": "markdown", "data": markdown, "description": f"summary of {info.run_name}"}
+    _undelivered.append(ArtifactCreate.model_validate(about | {"flow_run_id": info.run_id}))
+    deliver_summaries()
+
+
 def deliver_summaries() -> None:
     """Send the waiting summaries in order until one cannot be sent, which is logged; drop one that Prefect refuses."""
     import httpx

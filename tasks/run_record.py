@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,15 +36,23 @@ _BEAT_S = 60.0
 """Seconds after which it is written though nothing has changed, also to the shared store."""
 _GPU_EVERY_S = 30.0
 _GPU_TIMEOUT_S = 10.0
-_MAX_CHARS = 300
+_MAX_CHARS = 1000
 LOGGED = ("klear_core", "tasks", "flows", "prefect.flow_runs", "prefect.task_runs")
 
 
 class RunRecorder(Console):
     """Writes the record of this process's run as its stages proceed, from a thread of its own."""
 
-    def __init__(self, record: RunRecord, history: RunHistory, stages: Sequence[Stage]) -> None:
-        self._record, self._history = record, history
+    def __init__(
+        self,
+        record: RunRecord,
+        history: RunHistory,
+        stages: Sequence[Stage],
+        *,
+        watch: Callable[[RunRecord], None] = lambda _: None,
+    ) -> None:
+        """`watch` is called with the record about once a minute, from another thread."""
+        self._record, self._history, self._watch = record, history, watch
         self._stages = {stage.name: stage for stage in stages}
         self._lock = threading.Lock()
         self._is_over = threading.Event()
@@ -120,12 +128,15 @@ class RunRecorder(Console):
             self._record = self._record.model_copy(update=changes)
 
     def _work(self) -> None:
-        written, last_s, gpu_s = self.record, time.monotonic(), 0.0
+        written, last_s, gpu_s, watched_s = self.record, time.monotonic(), 0.0, 0.0
         while not self._is_over.wait(_WRITE_EVERY_S):
             with reporting("the record of this run could not be written", level=logging.DEBUG):
                 if time.monotonic() - gpu_s >= _GPU_EVERY_S:
                     self._look_at_gpus()
                     gpu_s = time.monotonic()
+                if time.monotonic() - watched_s >= _BEAT_S:
+                    self._watch(self.record)
+                    watched_s = time.monotonic()
                 if self._pace is None and self._warned.text:
                     self._change(why=self._warned.text[:_MAX_CHARS])  # between stages: what the next one waits for
                 is_due = time.monotonic() - last_s >= _BEAT_S

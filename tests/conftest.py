@@ -1,8 +1,11 @@
 """What holds for all tests."""
 
 import contextlib
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,14 @@ with contextlib.suppress(ImportError):
 
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")
+
+
+MAKE_DATABASE = """
+import asyncio
+from prefect.server.database import provide_database_interface
+
+asyncio.run(provide_database_interface().create_db())
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,3 +59,24 @@ def tracked(mlflow_folder: Path, tmp_path: Path) -> Path:
     """A workspace with an MLflow database, `ws` in the test's folder."""
     shutil.copytree(mlflow_folder, tmp_path / "ws" / "mlflow")
     return tmp_path / "ws"
+
+
+@pytest.fixture(scope="session")
+def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefect's folder of a workspace in which nothing has run; its migrations take longer than a small stage."""
+    from flows.environment import prefect_home
+    from klear_core.config.pipeline import WorkspaceConfig
+
+    workspace = WorkspaceConfig(root=str(tmp_path_factory.mktemp("prefect")))
+    prefect_home(workspace).mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+    environment = kept | {"PREFECT_HOME": str(prefect_home(workspace)), "DO_NOT_TRACK": "1"}
+    subprocess.run([sys.executable, "-c", MAKE_DATABASE], env=environment, check=True, timeout=600)
+    return prefect_home(workspace)
+
+
+@pytest.fixture
+def fresh(tracked: Path, prefect_database: Path) -> Path:
+    """A workspace in which nothing has run, with MLflow's and Prefect's databases, `ws` in the test's folder."""
+    shutil.copytree(prefect_database, tracked / prefect_database.name)
+    return tracked

@@ -13,8 +13,8 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from klear_core.artifacts.bucket import Bucket, LeaseTimes, lease, transfer_all
@@ -149,8 +149,7 @@ class ObjectStore(LocalStore):
             def warn(holder: str) -> None:
                 log.warning("%s %s is being built by %s: waiting for it", kind, fingerprint, holder)
 
-            key, node = f"leases/{kind}-{fingerprint}", node_id(self.root)
-            with lease(self.bucket, key, self._times, node=node, on_wait=warn):
+            with self.held(f"{kind}-{fingerprint}", on_wait=warn):
                 # look only after the wait, because another node may have built the artifact meanwhile
                 slot.ref = self.find_intact(kind, fingerprint)
                 if slot.ref is not None:
@@ -166,6 +165,10 @@ class ObjectStore(LocalStore):
                 # Without an artifact, the copy stays for the next attempt, on this node or another.
                 if slot.ref is not None:
                     work.clear()
+
+    def held(self, name: str, *, on_wait: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Hold the lease `name` among all nodes; the caller excludes other processes of this node by a lock."""
+        return lease(self.bucket, f"leases/{name}", self._times, node=node_id(self.root), on_wait=on_wait)
 
     def seal(self, ref: ArtifactRef) -> ArtifactRef:
         """Upload an artifact and make it visible to all nodes; returns the one that is sealed, which may be another

@@ -85,8 +85,28 @@ class Champion(Settings):
 # ---- pipeline ----
 
 
+NotifyEvent = Literal["failed", "waiting", "promoted", "refused", "disk", "budget", "score_fell"]
+"""What somebody may be told of a run. `waiting`: it ended with an error that only a person can mend."""
+
+
+class NotifyConfig(Settings):
+    """Who is told of a run's events, each with the line that matters and a link."""
+
+    webhook_env: str = ""
+    """Name of the environment variable with the URL of a webhook, which gets JSON; never the URL, which may hold a
+    key."""
+    blocks: tuple[Annotated[str, Field(pattern=r"^[a-z0-9-]+/[a-z0-9-]+$")], ...] = ()
+    """Prefect's notification blocks, such as `slack-webhook/ops`."""
+    events: tuple[NotifyEvent, ...] = ("failed", "waiting", "promoted", "refused", "disk", "budget", "score_fell")
+    disk_above: float = Field(default=0.85, gt=0, lt=1)
+    """Used share of the workspace's disk above which somebody is told, once a run. Default: a checkpoint of an 8B
+    model with its optimizer still fits on a disk of 1 TB."""
+    max_gpu_hours: float | None = Field(default=None, gt=0)
+    """GPU-hours of a run after which somebody is told, once; None: never."""
+
+
 class WorkspaceConfig(Settings):
-    """Storage, retries and timeouts; never changes a result."""
+    """Storage, retries, timeouts and notifications; never changes a result."""
 
     root: str = Field(default="runs", min_length=1)
     """Folder for artifacts, tracking and logs; relative paths start at the working directory."""
@@ -107,6 +127,9 @@ class WorkspaceConfig(Settings):
     """Check before an artifact is reused: every byte, or only file names and sizes (for stores on slow networks)."""
     log_format: Literal["text", "json"] = "text"
     """Form of the log that each run keeps in the workspace: lines of text, or one JSON object a line."""
+
+    notify: NotifyConfig = Field(default=NotifyConfig(), exclude_if=lambda notify: notify == NotifyConfig())
+    """Who is told that a run failed, waits for a person, was promoted or refused, and so on."""
 
     as_before = {"log_format": "text"}
 

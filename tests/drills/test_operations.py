@@ -1,0 +1,179 @@
+"""What happens to a run from outside while it works: garbage is collected, it is cancelled, Ray dies, the store is away."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from klear_command import ROOT, Command
+from object_server import object_server
+from processes import title
+from small_runs import BEFORE_SFT, GONE_IN_S, Run, begin_with, made, until_it_trains, weights, work
+
+from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.manifest import read_manifest, write_manifest
+from klear_core.artifacts.runs import RunHistory
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # seconds on a quiet machine
+
+
+def klear(*args: str | Path) -> str:
+    """Run a command to its end, which must be good; returns its output."""
+    command = [sys.executable, "-c", "from flows.cli import main; main()", *map(str, args)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+# ---- garbage ----
+
+
+def make_old(workspace: Path, *kinds: str) -> None:
+    """Let artifacts be as old as those that a collection takes."""
+    for kind in kinds:
+        folder = made(workspace, kind)
+        at = datetime.now(UTC) - timedelta(days=40)
+        write_manifest(folder, read_manifest(folder).model_copy(update={"created_at": at}))
+
+
+def test_garbage_is_collected_again_and_again_under_a_run_which_loses_nothing(run: Run, tmp_path: Path, straight: Path):
+    workspace = tmp_path / "ws"
+    begin_with(straight, workspace, *BEFORE_SFT)
+    make_old(workspace, *BEFORE_SFT)
+    collect = ("gc", "--root", workspace, "--last", "0", "--yes")
+    assert "goes: 4 artifact" in klear(*collect)  # all that the run would reuse is in the trash when it begins
+    command = run("--until", "rl")
+    num_under_it = 0
+    while command.process.poll() is None:
+        num_under_it += "is running" in klear(*collect)
+        time.sleep(0.2)
+    assert command.wait() == 0, command.output
+    assert num_under_it >= 3
+    assert [line for line in command.output.splitlines() if "✓" in line and any(k in line for k in BEFORE_SFT)] == []
+    assert weights(workspace, "rl") == weights(straight, "rl")
+    assert "goes: 4 artifact" in klear(*collect)  # now that no run needs them; what the run has made is young
+
+
+# ---- cancel ----
+
+
+def test_a_run_is_cancelled_in_each_stage_is_gone_in_seconds_and_goes_on(run: Run, tmp_path: Path, straight: Path):
+    workspace = tmp_path / "ws"
+    begin_with(straight, workspace, *BEFORE_SFT)
+    for kind in ("sft", "rl"):
+        command = run("--until", "rl")
+        until_it_trains(command, workspace, kind)
+        newest = RunHistory.of(workspace).records()[0]
+        assert (newest.state, newest.stage) == ("running", kind)
+        assert "cancelled" in klear("runs", "cancel", newest.run_id, "--root", workspace)
+        ended = time.monotonic()
+        assert command.wait() == 130, command.output
+        assert command.left_over(within_s=5.0) == []
+        assert time.monotonic() - ended < 15.0
+        assert work(workspace, kind).is_dir()
+    klear("runs", "retry", newest.run_id, "--root", workspace)
+    assert weights(workspace, "rl") == weights(straight, "rl")
+    assert read_manifest(made(workspace, "rl")).attempts == 2
+
+
+# ---- Ray ----
+
+
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_a_run_whose_ray_dies_starts_it_again_and_ends_with_the_same_weights(
+    run: Run, tmp_path: Path, straight: Path, server: str
+):
+    workspace = tmp_path / "ws"
+    begin_with(straight, workspace, *BEFORE_SFT, "sft")
+    command = run("--until", "rl")
+    until_it_trains(command, workspace, "rl")
+    children = psutil.Process(command.process.pid).children(recursive=True)
+    victims = [p for p in children if Path((title(p).split() or [""])[0]).name == server]
+    assert len(victims) == 1, [title(p)[:80] for p in children]
+    victims[0].kill()
+    assert command.wait() == 0, command.output
+    assert command.left_over(within_s=GONE_IN_S) == []
+    assert weights(workspace, "rl") == weights(straight, "rl")
+    assert read_manifest(made(workspace, "rl")).attempts == 2
+
+
+# ---- the store ----
+
+
+class Cable:
+    """A TCP proxy on this machine that can be cut: connections end, and new ones are refused."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Cut the cable for the block."""
+        port = self._listener.getsockname()[1]
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        try:
+            yield
+        finally:
+            self._listener = socket.create_server(("127.0.0.1", port))
+            threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        listener = self._listener
+        while True:
+            try:
+                near = listener.accept()[0]
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while content := source.recv(65536):
+                sink.sendall(content)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    with object_server("drill") as address:
+        yield Cable(address)
+
+
+def test_a_run_outlives_a_store_that_is_away_for_a_minute(
+    run: Run, tmp_path: Path, straight: Path, cable: Cable, monkeypatch: pytest.MonkeyPatch
+):
+    store = ("--set", "workspace.store=s3://drill/klear")
+    command: Command = run("--until", "sft", *store, AWS_ENDPOINT_URL=f"http://{cable.address}")
+    until_it_trains(command, tmp_path / "ws", "sft")
+    with cable.cut():
+        time.sleep(60)
+    assert command.wait() == 0, command.output
+    assert weights(tmp_path / "ws", "sft") == weights(straight, "sft")
+    kinds = {key.split("/")[1] for key in Bucket("s3://drill/klear").keys("artifacts/")}
+    assert kinds == {*BEFORE_SFT, "sft"}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{cable.address}")
+    (found,) = RunHistory.of(tmp_path / "elsewhere", store="s3://drill/klear").records()
+    assert found.state == "done"

@@ -1,0 +1,174 @@
+"""Somebody is told of a run: what, with the line that matters and a link, at a receiver on this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from stored_evaluations import RIGHT, WRONG, evaluation, made_model, sample
+
+from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.artifacts.runs import RunRecord, RunStage
+from klear_core.config.pipeline import NotifyConfig, PipelineConfig
+from klear_core.errors import ConfigError, DataError, DiskFullError, ResourceError
+from klear_core.pipeline.graph import stages_of
+from tasks.notify import News, Notifier, RunWatch, disk_news, end_news, losses, open_notifier
+
+SECRET = "hook-secret-123"
+NEWS = News(event="failed", run_id="3f2a91bc-1", run_name="laptop-seed1", line="rl: lost", link="http://p/runs/1")
+NOW = datetime.now(UTC)
+
+
+class Receiver(ThreadingHTTPServer):
+    """Remembers what it was sent; the first `num_refused` requests are refused."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/{SECRET}"
+        self.got: list[dict[str, Any]] = []
+        self.num_refused = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        is_refused = self.server.num_refused > 0
+        self.server.num_refused -= is_refused
+        if not is_refused:
+            self.server.got.append(json.loads(body))
+        self.send_response(503 if is_refused else 200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_a_webhook_gets_the_line_that_matters_and_a_link(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPS_HOOK", receiver.url)
+    open_notifier(NotifyConfig(webhook_env="OPS_HOOK")).tell(NEWS)
+    (got,) = receiver.got
+    assert (got["event"], got["run"], got["name"]) == ("failed", "3f2a91bc-1", "laptop-seed1")
+    assert (got["line"], got["link"]) == ("rl: lost", "http://p/runs/1")
+    assert got["text"] == "laptop-seed1 failed\nrl: lost\nhttp://p/runs/1\nklear runs logs 3f2a91bc"
+
+
+def test_a_notification_block_of_prefect_is_notified(receiver: Receiver) -> None:
+    block = CustomWebhookNotificationBlock(
+        name="ops", url=receiver.url, json_data={"s": "{{subject}}", "b": "{{body}}"}, allow_private_urls=True
+    )
+    Notifier(NotifyConfig(), blocks=[block]).tell(NEWS)
+    assert receiver.got == [{"s": "laptop-seed1 failed", "b": "rl: lost\nhttp://p/runs/1\nklear runs logs 3f2a91bc"}]
+
+
+def test_only_the_events_that_were_asked_for_are_told(receiver: Receiver) -> None:
+    Notifier(NotifyConfig(events=("promoted",)), webhook=receiver.url).tell(NEWS)
+    assert receiver.got == []
+
+
+def test_a_receiver_that_is_busy_is_told_at_the_second_try(receiver: Receiver) -> None:
+    receiver.num_refused = 1
+    Notifier(NotifyConfig(), webhook=receiver.url).tell(NEWS)
+    assert len(receiver.got) == 1
+
+
+def test_one_that_cannot_be_told_is_a_warning_without_its_address(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.num_refused = 3
+    Notifier(NotifyConfig(), webhook=receiver.url).tell(NEWS)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line == "the webhook could not be told in 3 tries: HTTPStatusError"
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(("value", "told"), [(None, "is not set"), ("s3cret", "holds no http address")])
+def test_a_receiver_that_is_not_there_is_refused_before_the_first_stage(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, told: str
+) -> None:
+    monkeypatch.delenv("OPS_HOOK", raising=False)
+    if value:
+        monkeypatch.setenv("OPS_HOOK", value)
+    with pytest.raises(ConfigError, match=rf"webhook_env = 'OPS_HOOK': that variable {told}") as raised:
+        open_notifier(NotifyConfig(webhook_env="OPS_HOOK"))
+    assert "s3cret" not in str(raised.value)
+
+
+# ---- events ----
+
+
+def ends(error: BaseException | None, **artifacts: ArtifactRef) -> list[tuple[str, str]]:
+    stages = stages_of(PipelineConfig())
+    chosen = [stage.name for stage in stages]
+    return list(end_news(stages, artifacts, chosen, NOW - timedelta(hours=1), error))
+
+
+@pytest.mark.parametrize(
+    ("error", "event"),
+    [
+        (ResourceError("a GPU was lost"), "failed"),
+        (RuntimeError("x"), "failed"),
+        (DataError("row 3"), "waiting"),
+        (DiskFullError("full"), "waiting"),
+    ],
+)
+def test_an_error_that_only_a_person_can_mend_waits_for_one(error: Exception, event: str) -> None:
+    ((found, line),) = ends(error)
+    assert found == event
+    assert line.endswith(f"{type(error).__name__}: {error}")
+    assert line.startswith("benchmarks: ") or line.startswith("curate: ")  # the stage that is missing
+
+
+def test_nobody_is_told_of_a_run_that_ended_well_or_was_cancelled() -> None:
+    assert ends(None) == []
+    assert ends(KeyboardInterrupt()) == []
+
+
+def scores(root: Path, seed: int, verdicts: list[Any]) -> ArtifactRef:
+    samples = [sample(number, 0, "x", verdict) for number, verdict in enumerate(verdicts)]
+    return evaluation(root, samples, model="rl", made=made_model(root, seed=seed), seed=seed)
+
+
+def test_a_score_fell_only_if_the_interval_of_the_difference_says_so(tmp_path: Path) -> None:
+    good, bad, less = ([RIGHT] * 40, [WRONG] * 40, [RIGHT] * 39 + [WRONG])
+    first, worse, same = (scores(tmp_path, n, verdicts).path for n, verdicts in enumerate((good, bad, less)))
+    (line,) = losses(("sft", first), ("rl", worse))
+    assert line.replace("\u00a0", " ").startswith("toy: 100.0 % of sft -> 0.0 % of rl (")
+    assert list(losses(("sft", first), ("rl", same))) == []
+    assert list(losses(("rl", worse), ("rl_code", first))) == []
+
+
+def record(wall_s: float) -> RunRecord:
+    stage = RunStage(name="rl", kind="rl", num_gpus=8, state="made", wall_s=wall_s)
+    fields = {"started_at": NOW, "updated_at": NOW, "host": "n", "pid": 1, "stages": (stage,)}
+    return RunRecord.model_validate({"run_id": "r", "name": "n", "profile": "p"} | fields)
+
+
+def test_a_spent_budget_is_told_once(receiver: Receiver, tmp_path: Path) -> None:
+    cfg = NotifyConfig(max_gpu_hours=10, disk_above=0.999999)
+    watch = RunWatch(Notifier(cfg, webhook=receiver.url), cfg, tmp_path)
+    for wall_s in (4000, 5000, 6000):  # 8 GPUs: 8.9, 11.1 and 13.3 GPU-hours
+        watch.look(record(wall_s))
+    assert [(got["event"], got["line"]) for got in receiver.got] == [("budget", "11.1 GPU-hours, the limit is 10")]
+
+
+def test_a_disk_that_is_fuller_than_the_limit_is_told_with_the_remedy(tmp_path: Path) -> None:
+    assert "klear gc" in disk_news(tmp_path, 1e-9)
+    assert disk_news(tmp_path, 1 - 1e-9) == ""
