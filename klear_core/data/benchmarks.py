@@ -26,6 +26,7 @@ from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 from klear_core.types import CodeReference, Dropped, MathReference, Problem, Reference, UnverifiableReference
 from klear_core.verify import JudgePool, build_judge_pool, faulty_references, has_test_program
+from klear_core.verify.blame import unusable_tests
 from klear_core.verify.code.program import reference_fault
 from klear_core.verify.math.rules import usable_references
 
@@ -329,6 +330,12 @@ def check_references(
         )
     if faults:
         notes += (f"{text}; answers to the others will be in no score: {which}",)
+    partial: list[str] = []
+    for problem in filter(has_test_program, problems if can_run_tests else ()):
+        partial += unusable_tests(problem, judges.try_reference(problem).result())
+    if partial:
+        whose = f"{len(partial)} references of benchmark {benchmark} have tests that cannot be used"
+        notes += (f"{whose}; their answers are judged by the others: {listed(partial)}",)
     return ReferenceCheck(counts=counts, notes=notes)
 
 

@@ -1,7 +1,8 @@
 """Say whose fault a broken judgement is, by trials of references alone, and count faults that are not the model's.
 
 A reference that passes its trial can be judged by. Whatever happens afterwards within the limits of CPU time and memory
-is then the doing of the answer, which is wrong. One that fails leaves all its answers unscored.
+is then the doing of the answer, which is wrong. One that fails leaves all its answers unscored; a single test that
+fails is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from klear_core.types import (
     StoredTests,
     Verdict,
 )
-from klear_core.verify.client import CodeTask, MathTask, UserTask
+from klear_core.verify.client import CodeTask, CodeTrial, MathTask, UserTask
 from klear_core.verify.code.program import chosen_tests, num_chosen, reference_fault
 from klear_core.verify.math.answer_text import MathAnswer
 from klear_core.verify.math.rules import decide, usable_references
@@ -104,6 +105,14 @@ def code_task(problem_id: str, reference: CodeReference, program: bytes | None, 
 def digest_of(trial: CodeTask) -> bytes:
     """Return a key of the reference in a trial, with the tests that were chosen."""
     return hashlib.blake2b(repr(trial).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def unusable_tests(problem: Problem, trial: Verdict) -> list[str]:
+    """Return the problem with the first of its tests that failed their trial, if there are any and others passed."""
+    if not isinstance(trial, CodeTrial) or not trial.unusable:
+        return []
+    number, why = trial.unusable[0]
+    return [f"problem {problem.problem_id}: {trial.detail}; test {number}: {why}"]
 
 
 def probes_of(task: UserTask) -> list[UserTask]:

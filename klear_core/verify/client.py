@@ -52,7 +52,17 @@ class CodeTask:
     """None tries the reference without a program: its checker on the expected outputs, or its assertions."""
     reference: CodeReference
     num_tests: int
-    """Number of tests to run."""
+    """Number of tests that were chosen."""
+    left_out: tuple[int, ...] = ()
+    """Numbers of those of them that failed in the reference's own trial; they are not run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTrial(Verdict):
+    """The verdict on a code reference alone: SCORED if one of its tests can be used."""
+
+    unusable: tuple[tuple[int, str], ...]
+    """Number and reason of each test whose checker raises on the expected output, or whose assertions cannot be run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self, assert_never
@@ -39,8 +39,9 @@ from klear_core.verify.blame import (
     digest_of,
     math_trial,
     probes_of,
+    unusable_tests,
 )
-from klear_core.verify.client import CheckSandbox, CodeTask, Fault, JudgeClient, MathTask, Task, UserTask
+from klear_core.verify.client import CheckSandbox, CodeTask, CodeTrial, Fault, JudgeClient, MathTask, Task, UserTask
 from klear_core.verify.code.program import check_size, find_program
 from klear_core.verify.math.answer_text import boxed_texts, find_answer, quoted
 from klear_core.verify.math.rules import compared_texts, decide, unboxed_verdict, usable_references
@@ -126,7 +127,7 @@ class JudgePool:
             has_code |= isinstance(problem.reference, CodeReference)
         if has_code:
             self.check_sandbox()
-        return (self.notes if has_code else ()) + self._note_on_trials(problems)
+        return (self.notes if has_code else ()) + self.notes_on_trials(problems)
 
     def judge(self, problem: Problem, response: str) -> Verdict:
         """Return the verdict on a complete model output, think tags included.
@@ -158,7 +159,7 @@ class JudgePool:
         match reference:
             case MathReference():
                 trial = self._trial(problem.problem_id, reference)
-                return self._after(trial, lambda: self._prepare_math(reference, answer_text))
+                return self._after(trial, lambda _: self._prepare_math(reference, answer_text))
             case CodeReference():
                 program = find_program(answer_text, self.cfg.code)
                 return self._submit_code(problem.problem_id, reference, program)
@@ -233,7 +234,9 @@ class JudgePool:
         """Resolve a trial; keep its verdict unless the judge or the machine failed."""
         verdict = None if done.exception() is not None else done.result()
         with self._trials_lock:
-            if verdict is not None and verdict.outcome is Outcome.SCORED:
+            if isinstance(verdict, CodeTrial) and verdict.unusable:
+                self._trials[key] = verdict
+            elif verdict is not None and verdict.outcome is Outcome.SCORED:
                 self._trials[key] = PASSED  # one object for all
             elif verdict is not None and verdict.outcome is Outcome.BAD_REFERENCE:
                 self._trials[key] = verdict
@@ -241,13 +244,16 @@ class JudgePool:
                 del self._trials[key]
         _resolve(trial, done)
 
-    def _after(self, trial: Future[Verdict], prepare: Callable[[], Verdict | Task]) -> Future[Verdict]:
-        """Return a future of the verdict on an answer once the trial has passed, else of the trial's own verdict."""
+    def _after(self, trial: Future[Verdict], prepare: Callable[[Verdict], Verdict | Task]) -> Future[Verdict]:
+        """Return a future of the verdict on an answer once the trial has passed, else of the trial's own verdict.
+
+        `prepare` gets the verdict of the trial.
+        """
 
         def follow(done: Future[Verdict]) -> Future[Verdict]:
             if done.exception() is not None or not done.result().outcome.counts_for_model:
                 return done
-            return self._submit(prepare())
+            return self._submit(prepare(done.result()))
 
         if trial.done():
             return follow(trial)
@@ -263,10 +269,11 @@ class JudgePool:
         trial.add_done_callback(go_on)
         return verdict
 
-    def _note_on_trials(self, problems: list[Problem]) -> tuple[str, ...]:
-        """Try all math and code references; return a note on those that cannot be used, if there are any."""
+    def notes_on_trials(self, problems: Sequence[Problem]) -> tuple[str, ...]:
+        """Try all math and code references; return notes on those that cannot be used as a whole or in part."""
         ours = [p for p in problems if isinstance(p.reference, MathReference | CodeReference)]
         faults: list[str] = []
+        partial: list[str] = []
         counts = Counter[str]()
         for start in range(0, len(ours), _TRIALS_AT_A_TIME):
             batch = ours[start : start + _TRIALS_AT_A_TIME]
@@ -275,13 +282,16 @@ class JudgePool:
                 if not verdict.outcome.counts_for_model:
                     counts[verdict.outcome] += 1
                     faults.append(f"problem {problem.problem_id}: {verdict.detail}")
-        if not faults:
-            return ()
-        lost = ", ".join(f"{num} {outcome}" for outcome, num in counts.items())
-        shown = "; ".join(faults[:_SHOWN_FAULTS])
-        return (
-            f"{len(faults)} of {len(ours)} references cannot be used ({lost}), their answers get no score: {shown}",
-        )
+                partial += unusable_tests(problem, verdict)
+        notes = []
+        if faults:
+            lost = ", ".join(f"{num} {outcome}" for outcome, num in counts.items())
+            whose = f"{len(faults)} of {len(ours)} references cannot be used ({lost}), their answers get no score"
+            notes.append(f"{whose}: {'; '.join(faults[:_SHOWN_FAULTS])}")
+        if partial:
+            whose = f"{len(partial)} of {len(ours)} references have tests that cannot be used, which are left out"
+            notes.append(f"{whose}: {'; '.join(partial[:_SHOWN_FAULTS])}")
+        return tuple(notes)
 
     def _prepare_math(self, reference: MathReference, answer_text: str) -> Verdict | MathTask:
         cfg = self.cfg.math
@@ -305,11 +315,14 @@ class JudgePool:
         return MathTask(golds=golds, comparison=decision, unboxed="", answer=shown, cfg=cfg)
 
     def _submit_code(self, problem_id: str, reference: CodeReference, program: str | NoAnswer) -> Future[Verdict]:
-        def prepare() -> Verdict | CodeTask:
+        def prepare(trial: Verdict) -> Verdict | CodeTask:
             if isinstance(program, NoAnswer):
                 return _no_answer_verdict(program, self.cfg, is_code=True)
             # surrogatepass: a model can write half of a surrogate pair, which UTF-8 refuses.
-            return code_task(problem_id, reference, program.encode("utf-8", "surrogatepass"), self.cfg)
+            task = code_task(problem_id, reference, program.encode("utf-8", "surrogatepass"), self.cfg)
+            if not isinstance(trial, CodeTrial):
+                return task
+            return dataclasses.replace(task, left_out=tuple(number for number, _ in trial.unusable))
 
         # Before the program is looked at: a reference that cannot be used is no fault of a model without a program.
         return self._after(self._trial(problem_id, reference), prepare)

@@ -200,8 +200,8 @@ IN_A_FUNCTION = "def check(f):\n    assert f(1, 2) == 3\n    import klear_no_suc
     [
         (asserts_reference(IN_A_FUNCTION), "ModuleNotFoundError"),
         (asserts_reference("assert add(1, 2) == 3\nimport klear_no_such_module"), "ModuleNotFoundError"),
-        (asserts_reference("assert add(1, 2) == 3", "assert add(1, "), "SyntaxError"),
-        (stdin_reference(("1", "1 2"), ("1", "x"), checker=SPLITS), "ValueError"),
+        (asserts_reference("assert add(1, ", "import klear_no_such_module"), "test 0: SyntaxError"),
+        (stdin_reference(("1", "y"), ("1", "x"), checker=SPLITS), "test 0: ValueError"),
     ],
 )
 def test_a_reference_that_fails_its_trial_scores_no_program_whatever_it_does(
@@ -212,6 +212,36 @@ def test_a_reference_that_fails_its_trial_scores_no_program_whatever_it_does(
         verdict = code_pool.submit(problem(reference), fenced(program)).result()  # uncounted: they would stop a stage
         assert verdict.outcome is Outcome.BAD_REFERENCE, verdict
         assert reason in verdict.detail
+
+
+ONE_BROKEN = [
+    (asserts_reference("assert add(1, ", "assert add(1, 2) == 3", "assert add(2, 2) == 5"), "test 0: SyntaxError"),
+    (stdin_reference(("3", "1 3"), ("3", "x"), ("4", "2 2"), checker=SPLITS), "test 1: ValueError"),
+    (
+        call_reference("add", ("[1, 2]", "3"), ("[1, 2]", '{"sum": []}'), ("[2, 2]", '{"sum": [5]}'), checker=PICKS),
+        "test 0: TypeError",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reference", "fault"), ONE_BROKEN[:2])
+def test_a_test_that_fails_its_trial_is_left_out_by_name_and_the_others_judge(
+    code_pool: JudgePool, reference: CodeReference, fault: str
+) -> None:
+    right_once = "def add(a, b):\n    return a + b\nif __name__ == '__main__': print(1, 3)"
+    verdict = code_pool.judge(problem(reference), fenced(right_once))
+    assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 0.5)
+    assert verdict.detail.startswith("1 of 2 tests passed; test 2: ")
+    (note,) = code_pool.notes_on_trials([problem(reference), problem(ADD_STDIN)])
+    assert note.startswith("1 of 2 references have tests that cannot be used, which are left out")
+    assert f"2 of 3 tests can be run; {fault}" in note
+
+
+def test_all_tests_but_one_may_fail_their_trial_and_no_program_is_unscored_then(code_pool: JudgePool) -> None:
+    reference, fault = ONE_BROKEN[2]
+    assert unscored(code_pool, [problem(reference)], [fenced(program) for program in PROGRAMS]) == {}
+    (note,) = code_pool.notes_on_trials([problem(reference)])
+    assert f"1 of 3 tests can be run; {fault}" in note
 
 
 def test_an_import_that_the_tests_can_do_without_is_no_fault(code_pool: JudgePool) -> None:

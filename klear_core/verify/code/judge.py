@@ -27,7 +27,7 @@ from klear_core.types import (
     StoredTests,
     Verdict,
 )
-from klear_core.verify.client import CodeTask
+from klear_core.verify.client import CodeTask, CodeTrial
 from klear_core.verify.code.program import chosen_tests, limits_for, limits_of_tester, same_output, same_value
 from klear_core.verify.sandbox.jail import Jail, JailBrokenError, JailReply, Status, TestLimits, WireError, plain_value
 from klear_core.verify.sandbox.jail_command import Backend
@@ -91,12 +91,27 @@ class CodeJudge:
         return dataclasses.replace(task, reference=dataclasses.replace(task.reference, tests=chosen))
 
     def _try_reference(self, task: CodeTask) -> Verdict:
-        """Run the checker on each expected output, or the assertions against a stand-in for the program."""
+        """Run the checker on each expected output, or the assertions against a stand-in for the program.
+
+        A test over which that breaks is left out of all judgements; without any other the reference is bad.
+        """
+        unusable: list[tuple[int, str]] = []
+        num_timeouts = 0
         for i in range(task.num_tests):
+            # After as many timeouts as a program may have, the other tests are not tried, and not used.
+            if num_timeouts >= self._cfg.code.max_timeouts:
+                unusable.append((i, "not tried after the timeouts before it"))
+                continue
             result = self._try_test(task.reference, i)
             if result.kind == "broken":
-                return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=f"test {i}: {result.detail}")
-        return Verdict(outcome=Outcome.SCORED, score=1.0, detail=f"{task.num_tests} tests can be run")
+                unusable.append((i, result.detail))
+                num_timeouts += result.is_timeout
+        if len(unusable) == task.num_tests:
+            number, why = unusable[0]
+            return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=f"test {number}: {why}")
+        num_usable = task.num_tests - len(unusable)
+        detail = f"{num_usable} of {task.num_tests} tests can be run"
+        return CodeTrial(outcome=Outcome.SCORED, score=1.0, detail=detail, unusable=tuple(unusable))
 
     def _try_test(self, reference: CodeReference, i: int) -> TestResult:
         tests = reference.tests
@@ -120,7 +135,8 @@ class CodeJudge:
         # Compiled once for all tests; a jail that replaces this one compiles it again (`jail_for`).
         jail = self._programs.next_program()
         loaded = jail.load(program, limits)
-        num_tests = task.num_tests
+        numbers = [i for i in range(task.num_tests) if i not in task.left_out]
+        num_tests = len(numbers)
         if loaded.status is Status.NOT_PYTHON:
             detail = f"0 of {num_tests} tests passed: {_shown(loaded.text)}"
             return verdict_of(0, num_tests, detail, self._cfg.code)
@@ -128,7 +144,7 @@ class CodeJudge:
             raise JailBrokenError(f"{loaded.status.name}: {loaded.text}")
         num_passed = num_timeouts = 0
         first_failure = ""
-        for i in range(num_tests):
+        for num_run, i in enumerate(numbers, 1):
             result = self._run_test(task.reference, program, i, limits)
             if result.kind == "passed":
                 num_passed += 1
@@ -137,8 +153,8 @@ class CodeJudge:
                 num_timeouts += result.is_timeout
             # The score is known (hard), or further timeouts would cost minutes: the remaining tests count as failed.
             if num_timeouts >= self._cfg.code.max_timeouts or (first_failure and self._cfg.code.score == "hard"):
-                if i + 1 < num_tests:
-                    first_failure += f"; stopped after {i + 1}"
+                if num_run < num_tests:
+                    first_failure += f"; stopped after {num_run}"
                 break
         detail = f"{num_passed} of {num_tests} tests passed{first_failure}"
         return verdict_of(num_passed, num_tests, detail, self._cfg.code)

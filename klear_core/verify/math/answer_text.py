@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from klear_core.config.verify import MathConfig
 from klear_core.prompts import NoAnswer
@@ -19,19 +20,26 @@ from klear_core.verify.math.numbers import (
     read_mixed_numbers,
     read_repeating,
 )
-from klear_core.verify.math.spelling import closing_brace, on_one_line, plain_characters, plain_commands
+from klear_core.verify.math.spelling import (
+    Rewrite,
+    closing_brace,
+    on_one_line,
+    plain_characters,
+    plain_commands,
+    rewritten,
+)
 from klear_core.verify.math.words import in_english, meant_symbol
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-_SYNONYMS = (
-    (re.compile(r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])|<=|=<"), r"\\le "),
-    (re.compile(r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])|>="), r"\\ge "),
+_SYNONYMS: tuple[Rewrite, ...] = (
+    ((r"\leq", "<=", "=<"), re.compile(r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])|<=|=<"), r"\\le "),
+    ((r"\geq", ">="), re.compile(r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])|>="), r"\\ge "),
     # not `!=`, because `5!=120` is a factorial
-    (re.compile(r"\\ne(?![a-zA-Z])|\\not\s*=|\\(?:neg|lnot)(?![a-zA-Z])"), r"\\neq "),
-    (re.compile(r"=>|-+>"), r"\\to "),
-    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
-    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
-    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+    ((r"\n", r"\lnot"), re.compile(r"\\ne(?![a-zA-Z])|\\not\s*=|\\(?:neg|lnot)(?![a-zA-Z])"), r"\\neq "),
+    (("=>", "->"), re.compile(r"=>|-+>"), r"\\to "),
+    ((r"\varnothing",), re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
+    ((r"\lt",), re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    ((r"\gt",), re.compile(r"\\gt(?![a-zA-Z])"), ">"),
 )
 _SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~|\s+")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\}])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.])")
@@ -102,6 +110,8 @@ def boxed_texts(text: str) -> list[str | None]:
     return contents
 
 
+# The samples of a problem often give the same answer, and are compared with the same references.
+@lru_cache(maxsize=4096)
 def normalise(text: str, *, commas_separate: bool = False) -> str:
     """Remove differences of spelling that never change a math answer's value.
 
@@ -116,8 +126,7 @@ def normalise(text: str, *, commas_separate: bool = False) -> str:
     # Before spaces become plain ones: `1\\,000` is one number, `1 000` is none.
     text = join_thousands(text, in_lists=not commas_separate)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
-    for pattern, command in _SYNONYMS:
-        text = pattern.sub(command, text)
+    text = rewritten(text, _SYNONYMS)
     text = _ORDINAL.sub("", text)
     text = _LONE_BRACES.sub(r"\1", text)
     text = brace_short_fractions(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 _SPACE = r"(?:\\[,!;:> ]|~|\\(?:thinspace|negthinspace|enspace|space)(?![a-zA-Z]))"
 _GAP = rf"\s*(?:{_SPACE}\s*)+"
@@ -185,6 +186,7 @@ def has_split_digits(text: str) -> bool:
     return _BLANK_BETWEEN_DIGITS.search(text) is not None
 
 
+@lru_cache(maxsize=4096)
 def plain_number(text: str) -> Number | None:
     """Return the exact value of an integer, decimal, fraction or number in scientific notation, else None."""
     power_of_ten = _POWER_OF_TEN.fullmatch(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import permutations, product
 from typing import Literal
 
@@ -57,6 +58,7 @@ class Statement:
     """The text of a region or relation as it was written."""
 
 
+@lru_cache(maxsize=4096)
 def read_statement(text: str) -> Statement:
     """Return the statement that a normalised text makes."""
     text = _assigned(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from klear_core.config.verify import MathConfig
 from klear_core.verify.math.answer_text import same_text_or_integers
@@ -254,6 +255,7 @@ def _hundredth(text: str) -> str:
     return rf"\frac{{{text}}}{{100}}"
 
 
+@lru_cache(maxsize=4096)
 def in_digits(text: str) -> str:
     """Write number words as digits, and take a number or a list of letters out of the one `\\text{}` around it."""
     wrapper = ONE_WRAPPER.fullmatch(text)

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from klear_core.verify.math.numbers import SCALES, as_text, is_numeric, spoken_number
 from klear_core.verify.math.unit_names import (
@@ -234,6 +235,7 @@ _MAX_UNIT_TOKENS = 24
 _OPERATORS = "+-*/^=<>,([{:_|&!"
 
 
+@lru_cache(maxsize=4096)
 def split_unit(text: str) -> tuple[str, Unit]:
     """Return the value and its unit; the complete text and NO_UNIT if no known unit follows the value."""
     code = _CODE_BEFORE.match(text)
