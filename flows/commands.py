@@ -171,6 +171,13 @@ def publish(
         Literal["f16", "q8_0"] | None,
         typer.Option(help="Write a GGUF file beside it, for llama.cpp and Ollama, of 16 or 8 bits a weight."),
     ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="A stage, such as distill, whose problems or traces to write as a data set beside it, TO-data.",
+        ),
+    ] = None,
     root: Root = Path("runs"),
 ) -> None:
     """Write a model as a Hugging Face folder with a card: scores with intervals, data, licences, lineage, settings.
@@ -183,7 +190,7 @@ def publish(
     """
     from flows.compare import publish as publish_model
 
-    publish_model(model, to, root=root, licence=licence, is_private=is_private, gguf=gguf)
+    publish_model(model, to, root=root, licence=licence, is_private=is_private, gguf=gguf, data=data or [])
 
 
 @evaluations.command(rich_help_panel=SCORE)

@@ -21,6 +21,7 @@ from flows.servers import check_tracking
 from flows.show import find_artifact, path_of
 from klear_core.artifacts.hub import require_token, upload
 from klear_core.artifacts.manifest import Manifest, read_manifest
+from klear_core.artifacts.model_files import CARD
 from klear_core.artifacts.remote_paths import store_of
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import explained, toml_value
@@ -32,7 +33,7 @@ from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.answers.stored import is_evaluation
 from klear_core.evaluate.compare.gate import GatePolicy, GateVerdict, gate, read_policy
 from klear_core.evaluate.compare.promotion import Decision, read_decision, short_name
-from klear_core.report.publish import write_model
+from klear_core.report.publish import write_data, write_model
 from klear_core.report.run.final_table import decision_lines
 from klear_core.report.several.compared_runs import read_run
 from klear_core.report.several.comparison import COMPARISON_PAGE, DifferenceCell, RunComparison, ScoreRow, compare_runs
@@ -239,8 +240,20 @@ def _line(version: Version, champion: Version) -> Text:
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
-def publish(which: str, to: str, *, root: Path, licence: str, is_private: bool, gguf: GgufDtype | None = None) -> None:
-    """Write the model that `which` names to a folder; upload it if `to` is a name on the Hub."""
+def publish(
+    which: str,
+    to: str,
+    *,
+    root: Path,
+    licence: str,
+    is_private: bool,
+    gguf: GgufDtype | None = None,
+    data: Sequence[str] = (),
+) -> None:
+    """Write the model that `which` names to a folder; upload it if `to` is a name on the Hub.
+
+    What the stages in `data` made for it is written beside it as a data set, `<to>-data`.
+    """
     repo = _hub_id(to)  # first, like the checks of token and folder: nothing has been read or written yet
     if repo:
         require_token(repo)
@@ -255,23 +268,20 @@ def publish(which: str, to: str, *, root: Path, licence: str, is_private: bool, 
     if repo and folder.exists():
         raise ConfigError(f"{folder}: exists, from an earlier upload; remove it first, or upload it as it is")
     console = Console(highlight=False, soft_wrap=True)
-    published = write_model(
-        artifact,
-        model,
-        _evaluation(artifact),
-        folder,
-        name=repo.partition("/")[2] or folder.name,
-        licence=licence,
-        gguf=gguf,
-    )
-    for warning in published.warnings:
-        console.print(f"[yellow]warning[/] {escape(warning)}")
-    size = f"{published.num_bytes / 1e6:,.1f} MB"
-    console.print(f"folder   {folder}  ({size})\ncard     {folder / 'README.md'}", markup=False)
+    name, data_folder = repo.partition("/")[2] or folder.name, folder.with_name(f"{folder.name}-data")
+    written = [write_data(artifact, data, data_folder, name=data_folder.name)] if data else []
+    written.append(write_model(artifact, model, _evaluation(artifact), folder, name=name, licence=licence, gguf=gguf))
+    for published in written:
+        for warning in published.warnings:
+            console.print(f"[yellow]warning[/] {escape(warning)}")
+        size = f"{published.num_bytes / 1e6:,.1f} MB"
+        console.print(f"folder   {published.folder}  ({size})\ncard     {published.folder / CARD}", markup=False)
     if repo:
-        fingerprint = read_manifest(artifact).fingerprint
-        address = upload(folder, repo, is_private=is_private, message=f"Klear {artifact.parent.name}/{fingerprint}")
-        console.print(f"uploaded {address}")
+        message = f"Klear {artifact.parent.name}/{read_manifest(artifact).fingerprint}"
+        if data:
+            address = upload(data_folder, f"{repo}-data", is_private=is_private, message=message, repo_type="dataset")
+            console.print(f"uploaded {address}")
+        console.print(f"uploaded {upload(folder, repo, is_private=is_private, message=message)}")
 
 
 def _evaluation(artifact: Path) -> Path | None:

@@ -24,6 +24,21 @@ def described(name: str, content: bytes) -> dict:
     return file
 
 
+def listed(files: Mapping[str, bytes], folder: str, *, is_deep: bool) -> list[dict]:
+    """The files in a folder; those of its own folders are listed, too, if it `is_deep`, else these folders."""
+    found = {}
+    for name, content in files.items():
+        if folder and not name.startswith(f"{folder}/"):
+            continue
+        below, _, deeper = name.removeprefix(f"{folder}/" if folder else "").partition("/")
+        if deeper and not is_deep:
+            path = f"{folder}/{below}".lstrip("/")
+            found[path] = {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
+        else:
+            found[name] = {"type": "file", "path": name, **described(name, content)}
+    return list(found.values())
+
+
 @contextmanager
 def hub(repo: str, files: Mapping[str, bytes], *, repo_type: str = "dataset", sent: Mapping[str, bytes] | None = None):
     """Yield the server's address and the list of the files that were fetched from it.
@@ -40,6 +55,14 @@ def hub(repo: str, files: Mapping[str, bytes], *, repo_type: str = "dataset", se
         def do_GET(self):
             self.answer(with_body=True)
 
+        def do_POST(self):
+            """The description of single files and folders."""
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["paths"]
+            found = [one for one in listed(files, "", is_deep=True) if one["path"] in asked]
+            folders = [name for name in asked if any(file.startswith(f"{name}/") for file in files)]
+            found += [{"type": "directory", "path": name, "oid": "0" * 40, "size": 0} for name in folders]
+            self.send(json.dumps(found).encode(), {}, True)
+
         def answer(self, *, with_body):
             path = self.path.split("?")[0]
             file = path.removeprefix(f"{prefix}/{repo}/resolve/{REVISION}/")
@@ -52,12 +75,15 @@ def hub(repo: str, files: Mapping[str, bytes], *, repo_type: str = "dataset", se
             elif path == f"/api/{repo_type}s/{repo}/revision/{REVISION}":
                 siblings = [{"rfilename": name, **described(name, c)} for name, c in files.items()]
                 self.send(json.dumps({"id": repo, "sha": REVISION, "siblings": siblings}).encode(), {}, with_body)
-            elif path == f"/api/{repo_type}s/{repo}/tree/{REVISION}":
-                tree = [{"type": "file", "path": name, **described(name, c)} for name, c in files.items()]
-                self.send(json.dumps(tree).encode(), {}, with_body)
+            elif f"{path}/".startswith(f"/api/{repo_type}s/{repo}/tree/{REVISION}/"):
+                folder = path.partition(REVISION)[2].strip("/")
+                is_deep = "recursive=false" not in self.path.lower()
+                self.send(json.dumps(listed(files, folder, is_deep=is_deep)).encode(), {}, with_body)
             else:
                 self.send_response(404)
-                self.send_header("X-Error-Code", "RepoNotFound" if repo not in path else "RevisionNotFound")
+                is_file = path.startswith(f"{prefix}/{repo}/resolve/{REVISION}/")
+                missing = "EntryNotFound" if is_file else "RevisionNotFound"
+                self.send_header("X-Error-Code", "RepoNotFound" if repo not in path else missing)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 

@@ -27,6 +27,8 @@ HEAVY = {
     "pandas",
     "datatrove",
     "peft",
+    "datasets",
+    "gguf",
 }
 
 OWN_DOORS = {

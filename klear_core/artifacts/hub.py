@@ -128,8 +128,16 @@ def require_token(repo: str) -> None:
         raise ConfigError(f"{repo}: no token of the Hub is here; set HF_TOKEN, or run `hf auth login`")
 
 
-def upload(folder: Path, repo: str, *, is_private: bool, message: str, endpoint: str = "") -> str:
-    """Upload a model's folder to the Hub, creating the repository if there is none; return the commit's address.
+def upload(
+    folder: Path,
+    repo: str,
+    *,
+    is_private: bool,
+    message: str,
+    endpoint: str = "",
+    repo_type: Literal["model", "dataset"] = "model",
+) -> str:
+    """Upload a folder to the Hub, creating the repository if there is none; return the commit's address.
 
     The token is that of huggingface_hub (HF_TOKEN, or `hf auth login`). Raise ConfigError if it is missing or has no
     right to write, ResourceError if the Hub cannot be reached.
@@ -140,8 +148,8 @@ def upload(folder: Path, repo: str, *, is_private: bool, message: str, endpoint:
     http_error = errors.HfHubHTTPError.__bases__[0]
     assert issubclass(http_error, Exception), http_error
     try:
-        api.create_repo(repo, repo_type="model", private=is_private, exist_ok=True)
-        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+        api.create_repo(repo, repo_type=repo_type, private=is_private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo, repo_type=repo_type, folder_path=folder, commit_message=message)
     except errors.LocalTokenNotFoundError as e:
         raise ConfigError(f"{repo}: no token of the Hub is here; set HF_TOKEN, or run `hf auth login`") from e
     except errors.HfHubHTTPError as e:

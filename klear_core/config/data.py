@@ -264,12 +264,42 @@ class HubSource(RowSource):
     """The folder that keeps downloaded files, and the address that they come from."""
 
 
+class DatasetsSource(RowSource):
+    """Rows that the library `datasets` loads, of a folder in the Hub's layout or of a repository on the Hub."""
+
+    kind: Literal["datasets"] = "datasets"
+    path: str = ""
+    """Folder in the layout of the Hub; relative to the working directory. Or name a `repo`."""
+    repo: str = Field(default="", pattern=r"^$|^[\w.-]+/[\w.-]+$")
+    """Dataset repository on the Hub, `owner/name`."""
+    revision: str = ""
+    """Commit of the repository, 40 hex digits."""
+    streaming: bool = False
+    """Fetch only the rows up to `limit`, and no whole files."""
+
+    # `subset` is the name that the card gives to a config, and `split` to a split.
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if bool(self.path) == bool(self.repo):
+            raise ValueError('kind = "datasets" needs `path`, a folder, or `repo` and `revision`, a repository')
+        if bool(self.repo) != bool(self.revision):
+            raise ValueError("`repo` and `revision` belong together: a branch would change under the fingerprint")
+        if self.revision:
+            _check_commit(self.revision)
+        return self
+
+
+StoredSource = FileSource | HubSource | DatasetsSource
+"""Sources whose rows are in files."""
+
+
 def _path_as_source(value: object) -> object:
     return {"kind": "file", "path": value} if isinstance(value, str) else value
 
 
 Source = Annotated[
-    Annotated[ProceduralSource | PuzzleSource | GymSource | FileSource | HubSource, Field(discriminator="kind")],
+    Annotated[ProceduralSource | PuzzleSource | GymSource | StoredSource, Field(discriminator="kind")],
     BeforeValidator(_path_as_source),
 ]
 """A source of prompts; a bare path means files whose row format is detected from their first row."""

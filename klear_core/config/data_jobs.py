@@ -16,7 +16,7 @@ from klear_core.config.curate import (
     NearConfig,
     ReadYieldLimits,
 )
-from klear_core.config.data import BenchmarkConfig, FileSource, GeneratedSource, Source
+from klear_core.config.data import BenchmarkConfig, DatasetsSource, FileSource, GeneratedSource, Source
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.known_benchmarks import DateWindow
 from klear_core.config.pipeline import PipelineConfig
@@ -28,6 +28,7 @@ from klear_core.config.train import (
     GivenFiles,
     GivenFolder,
     GivenGguf,
+    GivenLoaded,
     GivenModel,
     GivenRepo,
     HubModelConfig,
@@ -143,7 +144,7 @@ class CurateJob(Job):
 def _paths_of(sources: Iterable[Source]) -> tuple[str, ...]:
     paths: list[str] = []
     for source in sources:
-        if isinstance(source, FileSource):
+        if isinstance(source, FileSource | DatasetsSource) and source.path:
             paths.append(source.path)
         if not isinstance(source, GeneratedSource):
             paths += source.lookup.values()
@@ -154,7 +155,7 @@ def _paths_of(sources: Iterable[Source]) -> tuple[str, ...]:
 # Define the jobs of given results: they check what exists and record it; they make nothing.
 
 
-Rows = tuple[GivenFiles | GivenDataset, ...]
+Rows = tuple[GivenFiles | GivenDataset | GivenLoaded, ...]
 
 _ANY_LENGTH = 10**9  # characters; a limit that no question reaches
 _PLACE = {"kind", "path", "repo", "revision", "runtime", *GivenFacts.model_fields}
@@ -183,13 +184,14 @@ class GivenRowsJob(Job):
 
     def files(self) -> tuple[str, ...]:
         """Return the local files, those of a question lookup included, and question sets of decontamination."""
-        rows = [source.path for source in self.runtime.sources if isinstance(source, GivenFiles)]
+        local = [source for source in self.runtime.sources if isinstance(source, GivenFiles | GivenLoaded)]
+        rows = [source.path for source in local if source.path]
         looked_up = [path for source in self.runtime.sources for path in source.lookup.values()]
         return (*rows, *looked_up, *(source.path for source in self.decontaminate.also))
 
     def repos(self) -> tuple[HubUse, ...]:
         """Return the repositories of the sources from the Hub."""
-        hubs = [source for source in self.runtime.sources if isinstance(source, GivenDataset)]
+        hubs = [source for source in self.runtime.sources if not isinstance(source, GivenFiles) and source.repo]
         return tuple(HubUse(repo=source.repo, revision=source.revision) for source in hubs)
 
     def given_facts(self) -> GivenFacts:
@@ -265,14 +267,15 @@ class GivenProblemsJob(GivenRowsJob):
         )
 
 
-def origin_of(source: GivenFiles | GivenDataset) -> str:
+def origin_of(source: GivenFiles | GivenDataset | GivenLoaded) -> str:
     """Return where rows come from, for people: a path, or `owner/name@0123456`."""
-    if isinstance(source, GivenFiles):
+    if not isinstance(source, GivenDataset) and source.path:
         return source.path
+    assert not isinstance(source, GivenFiles), "a file has a path"
     return str(HubUse(repo=source.repo, revision=source.revision))
 
 
-def _formats(sources: Sequence[GivenFiles | GivenDataset]) -> tuple[dict[str, Any], ...]:
+def _formats(sources: Rows) -> tuple[dict[str, Any], ...]:
     # `lookup` names further files: like the rows' own, they enter the fingerprint by their content (see `files`).
     return tuple(source.model_dump(mode="json", exclude=_PLACE | {"lookup"}) for source in sources)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from klear_core.config.data import FileSource, HubRepo, HubRevision, HubRuntime, HubSource
+from klear_core.config.data import DatasetsSource, FileSource, HubRepo, HubRevision, HubRuntime, HubSource
 from klear_core.config.evaluate import (
     Device,
     InlineEvalConfig,
@@ -426,6 +426,17 @@ class GivenDataset(HubSource, GivenFacts):
         return HubSource.model_validate(self.model_dump(exclude=set(GivenFacts.model_fields)))
 
 
+class GivenLoaded(DatasetsSource, GivenFacts):
+    """Traces or problems that the library `datasets` loads."""
+
+    name: str = "given"
+    """Name under which the rows are counted, and weighted in `sft.source_weights`."""
+
+    def as_source(self) -> DatasetsSource:
+        """Return the settings of the rows alone."""
+        return DatasetsSource.model_validate(self.model_dump(exclude=set(GivenFacts.model_fields)))
+
+
 def _as_several(value: object) -> object:
     """Return a list of sources, named `given_1`, `given_2` and so on if there are several without names."""
     # A tuple if a validated config is validated again.
@@ -439,7 +450,7 @@ def _as_several(value: object) -> object:
 
 
 GivenRows = Annotated[
-    tuple[Annotated[GivenFiles | GivenDataset, Field(discriminator="kind")], ...],
+    tuple[Annotated[GivenFiles | GivenDataset | GivenLoaded, Field(discriminator="kind")], ...],
     Field(min_length=1),
     BeforeValidator(_as_several),
 ]
@@ -468,7 +479,7 @@ class GivenConfig(Settings):
     """Benchmarks to score although the lineage of a given model shows that its training data was not compared with
     them; the report says so. Otherwise such a run is refused. A name that no benchmark has is refused too."""
 
-    def rows(self) -> dict[str, tuple[GivenFiles | GivenDataset, ...]]:
+    def rows(self) -> dict[str, tuple[GivenFiles | GivenDataset | GivenLoaded, ...]]:
         """Return the given problems and traces by the name of the stage that they replace, in the pipeline's order."""
         named = {"curate": self.curate, "curate_rl": self.curate_rl, "distill": self.distill}
         return {name: rows for name, rows in named.items() if rows is not None}

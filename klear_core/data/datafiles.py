@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, assert_never
 
 from klear_core.artifacts.files import fixed_part, is_pattern
 from klear_core.artifacts.hub import HubFiles, cached_names, fetch, published_files
-from klear_core.config.data import FileSource, HubSource
+from klear_core.config.data import DatasetsSource, FileSource, HubSource, StoredSource
 from klear_core.data.formats.fields import has_surrogate
+from klear_core.data.hf_datasets import loaded_files, made_files
 from klear_core.data.readers import (
     SUFFIXES,
     Span,
@@ -54,7 +55,7 @@ class NoSuchSplitError(ConfigError):
     """A source has data files, but none of the split or subset that its settings name."""
 
 
-def data_files(source: FileSource | HubSource) -> list[DataFile]:
+def data_files(source: StoredSource) -> list[DataFile]:
     """Return the files of a source, sorted by name; those of a Hub source are downloaded unless they are there.
 
     Raise ConfigError if there is none, or if the source's settings leave open which of several splits or folders are
@@ -69,6 +70,8 @@ def data_files(source: FileSource | HubSource) -> list[DataFile]:
                 names = _published_names(source)
                 fetch(repo, names)
             return _existing({f"{source.repo}/{name}": repo.folder / name for name in names})
+        case DatasetsSource():
+            return _labelled(source, loaded_files(source))
         case _:
             assert_never(source)
 
@@ -87,15 +90,16 @@ def cached_files(source: HubSource) -> list[str] | None:
     return names if is_complete else None
 
 
-def is_cached(source: HubSource) -> bool:
-    """Return whether all files of a Hub source are in the cache; False also if its settings leave them open."""
+def is_cached(source: HubSource | DatasetsSource) -> bool:
+    """Return whether all files of a source are in their cache; False also if its settings leave them open."""
     try:
-        return cached_files(source) is not None
+        found = cached_files(source) if isinstance(source, HubSource) else made_files(source)
+        return found is not None
     except ConfigError:
         return False
 
 
-def check_files(source: FileSource | HubSource) -> list[DataFile] | None:
+def check_files(source: StoredSource) -> list[DataFile] | None:
     """Return the source's files if all are on this machine; None for a Hub source that is still to be downloaded.
 
     Raise ConfigError or DataError as `data_files` does, also for a file that lacks its end. The Hub is only asked for
@@ -104,17 +108,21 @@ def check_files(source: FileSource | HubSource) -> list[DataFile] | None:
     if isinstance(source, HubSource) and cached_files(source) is None:
         _published_names(source)
         return None
+    if isinstance(source, DatasetsSource) and made_files(source) is None:
+        return None
     files = data_files(source)
     for file in files:
         check_ends(file.path, label=file.label)
     return files
 
 
-def default_name(source: FileSource | HubSource) -> str:
+def default_name(source: StoredSource) -> str:
     """Return the name of a source that was given none: that of its file, folder or repository."""
     match source:
         case HubSource(repo=repo):
             return repo.rsplit("/", 1)[1]
+        case DatasetsSource(path=path, repo=repo):
+            return Path(path or repo).name
         case FileSource(path=path) if is_pattern(path):
             return fixed_part(path).name or "files"
         case FileSource(path=path):
@@ -123,11 +131,13 @@ def default_name(source: FileSource | HubSource) -> str:
             assert_never(source)
 
 
-def origin(source: FileSource | HubSource) -> str:
+def origin(source: StoredSource) -> str:
     """Return where the rows come from, for messages."""
     match source:
         case HubSource(repo=repo, revision=revision):
             return f"{repo}@{revision[:7]}"
+        case DatasetsSource(path=path, repo=repo, revision=revision):
+            return path or f"{repo}@{revision[:7]}"
         case FileSource(path=path):
             return path
         case _:
@@ -193,6 +203,10 @@ def _files_among(found: Iterable[Path], root: Path) -> Iterator[Path]:
             yield path
         elif path.is_symlink() and not path.exists() and _is_data(path.relative_to(root).as_posix()):
             raise DataError(f"{path}: is a link to {path.readlink()}, which is not there: copy or fetch it again")
+
+
+def _labelled(source: DatasetsSource, files: Sequence[Path]) -> list[DataFile]:
+    return [DataFile(path=file, label=f"{origin(source)}/{file.name}") for file in files]
 
 
 def _existing(files: dict[str, Path], *, may_be_empty: bool = False) -> list[DataFile]:

@@ -14,6 +14,7 @@ from klear_core.artifacts.hub import fetch
 from klear_core.artifacts.manifest import FileRecord, GivenRecord
 from klear_core.artifacts.model_files import CARD, licence_in
 from klear_core.config.data import (
+    DatasetsSource,
     FileSource,
     GeneratedSource,
     GymSource,
@@ -21,6 +22,7 @@ from klear_core.config.data import (
     ProceduralSource,
     PuzzleSource,
     Source,
+    StoredSource,
 )
 from klear_core.data.candidates import Candidate
 from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin, repo_of
@@ -54,7 +56,7 @@ def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
     match source:
         case ProceduralSource() | PuzzleSource() | GymSource():
             yield from generate(source, seed=seed)
-        case FileSource() | HubSource():
+        case FileSource() | HubSource() | DatasetsSource():
             yield from _parse_rows(
                 source, _rows_of(data_files(source)), _parser_of(source, QuestionTables(source.lookup))
             )
@@ -84,7 +86,7 @@ class FirstRow:
     where: str
 
 
-def first_row(source: FileSource | HubSource, files: Sequence[DataFile]) -> FirstRow | None:
+def first_row(source: StoredSource, files: Sequence[DataFile]) -> FirstRow | None:
     """Return the first intact row with a value, up to the source's limit; None if there is none."""
     first = _first_full(islice(_rows_of(files), source.limit))
     if first is None:
@@ -97,7 +99,7 @@ def _telling(value: object) -> str | float | None:
 
 
 def read_pieces(
-    source: FileSource | HubSource, pieces: Sequence[Piece], first: FirstRow | None, tables: QuestionTables | None
+    source: StoredSource, pieces: Sequence[Piece], first: FirstRow | None, tables: QuestionTables | None
 ) -> Iterator[Candidate | Dropped]:
     """Yield the rows of some pieces of a source as `read_source` does; `first` is the source's first intact row."""
     rows = (row for piece in pieces for row in read_rows(piece.path, label=piece.label, span=piece.span))
@@ -148,7 +150,7 @@ def check_source(source: Source) -> None:
     match source:
         case ProceduralSource() | PuzzleSource() | GymSource():
             check_generated(source)
-        case FileSource() | HubSource():
+        case FileSource() | HubSource() | DatasetsSource():
             files = check_files(source)
             if files is not None:
                 _check_formats(source, files)
@@ -162,9 +164,9 @@ def check_questions(source: FileSource) -> None:
     _refuse_unusable(source, head_of(read_questions(source)))
 
 
-def files_here(source: FileSource | HubSource) -> list[DataFile]:
+def files_here(source: StoredSource) -> list[DataFile]:
     """Return the source's files if they are on this machine and its settings determine them; else an empty list."""
-    if isinstance(source, HubSource) and not is_cached(source):
+    if not isinstance(source, FileSource) and not is_cached(source):
         return []
     try:
         return data_files(source)
@@ -185,7 +187,7 @@ def domains_of(source: Source) -> frozenset[Domain]:
     match source:
         case ProceduralSource() | PuzzleSource() | GymSource():
             return frozenset({domain_of_generated(source)})
-        case FileSource() | HubSource():
+        case FileSource() | HubSource() | DatasetsSource():
             if not files_here(source):
                 return frozenset()
             return frozenset(row.domain for row in _first_rows(source) if isinstance(row, Candidate))
@@ -208,7 +210,7 @@ def source_name(source: Source) -> str:
     return source.name
 
 
-def _check_formats(source: FileSource | HubSource, files: Sequence[DataFile]) -> None:
+def _check_formats(source: StoredSource, files: Sequence[DataFile]) -> None:
     """Raise ConfigError if the first rows of two files have different formats."""
     first: dict[str, str] = {}
     for file in files:
@@ -220,7 +222,7 @@ def _check_formats(source: FileSource | HubSource, files: Sequence[DataFile]) ->
         raise ConfigError(f"{origin(source)}: its files have several row formats ({listed}); name one set by a pattern")
 
 
-def _refuse_unusable(source: FileSource | HubSource, head: list[Candidate | Dropped] | list[str | Dropped]) -> None:
+def _refuse_unusable(source: StoredSource, head: list[Candidate | Dropped] | list[str | Dropped]) -> None:
     if not head:
         raise ConfigError(f"{origin(source)}: holds no row")
     dropped = [row for row in head if isinstance(row, Dropped)]
@@ -231,7 +233,7 @@ def _refuse_unusable(source: FileSource | HubSource, head: list[Candidate | Drop
         )
 
 
-def _first_rows(source: FileSource | HubSource) -> list[Candidate | Dropped]:
+def _first_rows(source: StoredSource) -> list[Candidate | Dropped]:
     """Return the first rows, up to a usable one; those whose question is looked up have a stand-in for it."""
     parse = _parser_of(source)
     check = QuestionTables(source.lookup).checked
@@ -245,7 +247,7 @@ def _first_full(rows: Iterable[FileRow | BrokenRow]) -> FileRow | None:
 
 
 def _parser_of(
-    source: FileSource | HubSource, tables: QuestionTables | None = None
+    source: StoredSource, tables: QuestionTables | None = None
 ) -> Callable[[Fields, Schema, str], Candidate]:
     """Return the function that makes a candidate of a row; questions that are elsewhere are looked up in `tables`."""
     domain = None if source.domain is None else Domain(source.domain)
@@ -261,7 +263,7 @@ def _rows_of(files: Iterable[DataFile]) -> Iterator[FileRow | BrokenRow]:
 
 
 def _parse_rows(
-    source: FileSource | HubSource,
+    source: StoredSource,
     rows: Iterable[FileRow | BrokenRow],
     parse: Callable[[Fields, Schema, str], T],
     schema: Schema | None = None,
@@ -316,7 +318,7 @@ def _origin(source: Source) -> str:
 # Describe given traces and problems: the files that they come from, with checksums and a licence.
 
 
-def describe_rows(sources: Sequence[FileSource | HubSource], *, origin: str, licence: str) -> GivenRecord:
+def describe_rows(sources: Sequence[StoredSource], *, origin: str, licence: str) -> GivenRecord:
     """Return the record of the sources' files, which are downloaded if they are not there.
 
     If no licence is declared, the record has that of the dataset cards in the files' folders.
@@ -335,8 +337,10 @@ def describe_rows(sources: Sequence[FileSource | HubSource], *, origin: str, lic
     return GivenRecord(origin=origin, licence=licence or ", ".join(stated) or "not stated", files=tuple(records))
 
 
-def _folders_of(source: FileSource | HubSource) -> list[Path]:
+def _folders_of(source: StoredSource) -> list[Path]:
     """Return the folders in which a source's card may be."""
     if isinstance(source, HubSource):
         return [repo_of(source).folder]
+    if isinstance(source, DatasetsSource):
+        return [Path(source.path)] if source.path else []
     return list(dict.fromkeys([fixed_part(source.path), *(file.path.parent for file in data_files(source))]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from klear_core.artifacts.manifest import LedgerStep, StageSummary, check_yield
 from klear_core.artifacts.records import write_shard
 from klear_core.config.curate import CurateConfig, DecontaminateConfig
-from klear_core.config.data import FileSource, HubSource
+from klear_core.config.data import StoredSource
 from klear_core.config.settings import YieldLimits
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.curate import protected_questions
@@ -36,7 +36,7 @@ _KEPT_DEFECTS = ("", "no_reasoning")
 
 
 def take_traces(
-    sources: Sequence[FileSource | HubSource],
+    sources: Sequence[StoredSource],
     decontaminate: DecontaminateConfig = _DEFAULTS.decontaminate,
     *,
     workdir: Path,
@@ -135,7 +135,7 @@ _STEPS = (READ, _DECONTAMINATE, _COMPLETE)
 
 
 def _traces_of(
-    source: FileSource | HubSource, decontaminator: Decontaminator, taken: _Taken, *, keep_truncated: bool
+    source: StoredSource, decontaminator: Decontaminator, taken: _Taken, *, keep_truncated: bool
 ) -> Iterator[TeacherTrace]:
     """Yield the traces of a source, and count its dropped rows and replies in `taken`."""
     name = source_name(source)

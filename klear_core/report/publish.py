@@ -15,7 +15,16 @@ from klear_core.errors import ConfigError
 from klear_core.evaluate.counts import AnswerCounts, CountsBy, count_stored
 from klear_core.gguf_header import SUFFIX
 from klear_core.hf_config import require_gguf
-from klear_core.report.run.lineage import Ancestor, DataSource, ancestors, data_sources, own_licence, run_config
+from klear_core.report.run.lineage import (
+    NO_LICENCE_NEEDED,
+    NOT_STATED,
+    Ancestor,
+    DataSource,
+    ancestors,
+    data_sources,
+    own_licence,
+    run_config,
+)
 from klear_core.report.run.scores_view import decoding_text
 from klear_core.report.run.warnings import chosen_on
 from klear_core.scores import NBSP, NONE, DecodingProfile, interval_text, number, percent, read_reports
@@ -53,10 +62,7 @@ def write_model(
     it is whole. Raise ConfigError if it exists, if a part of the model is missing, or if the chat template or the end
     token does not hold.
     """
-    if not folder.name:
-        raise ConfigError(f"--to {folder}: has no name of its own; name a new folder")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--to {folder}: exists and is not empty")
+    _require_new(folder)
     if gguf is not None:
         require_gguf()
         check_writable(model)
@@ -96,8 +102,7 @@ def write_model(
     check_published(temporary)
     shutil.rmtree(folder, ignore_errors=True)  # at most an empty folder, as checked above
     temporary.rename(folder)
-    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return Published(folder=folder, num_bytes=num_bytes, warnings=tuple(notes))
+    return Published(folder=folder, num_bytes=_num_bytes(folder), warnings=tuple(notes))
 
 
 def check_published(folder: Path) -> None:
@@ -162,6 +167,85 @@ def _write_evidence(lineage: Sequence[Ancestor], artifact: Path, folder: Path) -
     return True
 
 
+# ---- data set ----
+# Write problems and traces that a model learned from as a data set with its card, in the layout of the Hub.
+
+
+DATA_TABLES = ("problems", "traces")
+"""Tables that are published. Others name places of rows in files of this machine."""
+
+
+def write_data(model: Path, stages: Sequence[str], folder: Path, *, name: str) -> Published:
+    """Write what stages behind a model's artifact made for it, as a data set of one config a stage, to a new `folder`.
+
+    It appears when it is whole. Raise ConfigError if it exists, if a stage is not behind the model or made no problems
+    or traces, or if their files are on another machine.
+    """
+    _require_new(folder)
+    lineage = ancestors(model)
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    configs: list[dict[str, str]] = []
+    behind: dict[Path, Ancestor] = {}
+    for stage in stages:
+        source, table = _table_of(lineage, stage)
+        shutil.copytree(source.folder / table, temporary / stage / table)
+        configs.append({"config_name": stage, "data_files": f"{stage}/{table}/*.parquet"})
+        behind |= {ancestor.folder: ancestor for ancestor in ancestors(source.folder)}
+    data_lineage = list(behind.values())
+    (temporary / CARD).write_text(_data_card(name, configs, data_lineage), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)  # at most an empty folder, as checked above
+    temporary.rename(folder)
+    return Published(folder=folder, num_bytes=_num_bytes(folder), warnings=())
+
+
+def _table_of(lineage: Sequence[Ancestor], stage: str) -> tuple[Ancestor, str]:
+    """Return the artifact of a stage behind a model, and its table of problems or traces."""
+    tables = {
+        ancestor.manifest.stage: (ancestor, table)
+        for ancestor in lineage
+        for table in DATA_TABLES
+        if any((ancestor.folder / table).glob("*.parquet"))
+    }
+    if stage not in tables:
+        there = ", ".join(tables) or "none; their files may be on another machine"
+        raise ConfigError(
+            f"--data {stage}: no stage of that name made problems or traces for this model; there: {there}"
+        )
+    return tables[stage]
+
+
+def _data_card(name: str, configs: Sequence[Mapping[str, str]], lineage: Sequence[Ancestor]) -> str:
+    sources = data_sources(lineage)
+    licences = dict.fromkeys(s.licence for s in sources if s.licence not in (NOT_STATED, NO_LICENCE_NEEDED))
+    header = {"license": _licences(", ".join(licences)), "tags": ["reasoning", "klear"], "configs": configs}
+    load = f'datasets.load_dataset("FOLDER OR NAME ON THE HUB", "{configs[0]["config_name"]}", split="train")'
+    sections = [
+        _yaml(header),
+        f"# {name}",
+        "Problems and traces that a model of [Klear](https://arxiv.org/abs/2508.07629) learned from.",
+        f"```python\n{load}\n```",
+        "## Sources",
+        _table(["part", "source", "licence"], [[s.what, s.name, s.licence] for s in sources]),
+        "## What was kept and dropped",
+        _ledger(lineage),
+        "## Lineage",
+        _lineage(lineage),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _require_new(folder: Path) -> None:
+    if not folder.name:
+        raise ConfigError(f"--to {folder}: has no name of its own; name a new folder")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--to {folder}: exists and is not empty")
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 # ---- model card ----
 # Write the card of a published model: scores with intervals, data, licences, lineage, and how to make it again.
 
@@ -215,7 +299,7 @@ def model_card(facts: CardFacts) -> str:
 
 
 def _header(facts: CardFacts) -> str:
-    """Return the YAML header; JSON is YAML, so every value is written as JSON."""
+    """Return the YAML header."""
     header: dict[str, object] = {
         "license": _licences(facts.licence),
         "library_name": "transformers",
@@ -229,6 +313,11 @@ def _header(facts: CardFacts) -> str:
     results = _results(facts)
     if results:
         header["model-index"] = [{"name": facts.name, "results": results}]
+    return _yaml(header)
+
+
+def _yaml(header: Mapping[str, object]) -> str:
+    """Return the header of a card; JSON is YAML, so every value is written as JSON."""
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()]
     return "\n".join(["---", *lines, "---"])
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from gguf_models import write_model as write_model_of
 from hub_upload_server import upload_hub
+from manifests import manifest
 from safetensors.torch import load_file
-from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, made_model, published_report, said, sample
+from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, made_model, problem, published_report, said, sample
 
 from klear_core.artifacts.hub import upload
+from klear_core.artifacts.manifest import ArtifactRef, InputRecord
+from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import load_profile, profile_toml, validate
 from klear_core.config.settings import config_digest
@@ -20,8 +25,9 @@ from klear_core.config.train import GgufModelConfig, TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.hf_config import check_gguf
 from klear_core.metrics import NullTelemetry
-from klear_core.report.publish import check_published, write_model
+from klear_core.report.publish import check_published, write_data, write_model
 from klear_core.train.base_model import prepare_base, take_model
+from klear_core.types import Difficulty, TeacherTrace
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
@@ -172,3 +178,74 @@ def test_a_hub_that_refuses_names_the_token(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "README.md").write_text("x")
     with upload_hub(refuses=True) as hub, pytest.raises(ConfigError, match="may not write"):
         upload(tmp_path, "me/model", is_private=True, message="m", endpoint=hub.address)
+
+
+# ---- data sets
+
+
+@pytest.fixture
+def learned(tmp_path: Path) -> Path:
+    """A model that was fine-tuned on traces of curated problems."""
+    (tmp_path / "files" / "model").mkdir(parents=True)
+    write_shard(tmp_path / "curated" / "problems" / "00000-of-00001.parquet", [problem(1), problem(2)])
+    write_shard(tmp_path / "curated" / "dropped" / "00000-of-00001.parquet", [])
+    write_shard(tmp_path / "made" / "traces" / "00000-of-00001.parquet", [trace(1), trace(2), trace(2)])
+    curated = stored(tmp_path, "curate", (), "curated")
+    made = stored(tmp_path, "distill", [curated], "made")
+    return stored(tmp_path, "sft", [made], "files").path
+
+
+def stored(root: Path, stage: str, inputs: Sequence[ArtifactRef], files: str) -> ArtifactRef:
+    records = tuple(InputRecord(kind=ref.kind, fingerprint=ref.fingerprint, role=ref.kind) for ref in inputs)
+    with LocalStore(root / "artifacts").create(stage, f"{stage}0") as slot:
+        shutil.copytree(root / files, slot.workdir, dirs_exist_ok=True)
+        return slot.publish(manifest(stage, f"{stage}0").model_copy(update={"stage": stage, "inputs": records}))
+
+
+def trace(number: int) -> TeacherTrace:
+    return TeacherTrace(
+        problem_id=f"{number:016x}",
+        question=f"What is {number}?",
+        difficulty=Difficulty.EASY,
+        source="toy",
+        teacher="t",
+        sample_idx=0,
+        reasoning="easy",
+        answer=str(number),
+        finish_reason="stop",
+        num_tokens=3,
+        verdict=RIGHT,
+        prompt_version="1",
+    )
+
+
+def test_problems_and_traces_are_published_as_a_data_set_that_the_library_loads(learned: Path, tmp_path: Path) -> None:
+    import datasets
+
+    out = write_data(learned, ["curate", "distill"], tmp_path / "mine-data", name="mine-data").folder
+    loaded = {
+        stage: datasets.load_dataset(str(out), stage, split="train", cache_dir=str(tmp_path / "cache"))
+        for stage in ("curate", "distill")
+    }
+    assert loaded["curate"]["question"][:] == ["What is 1?", "What is 2?"]
+    assert loaded["distill"]["answer"][:] == ["1", "2", "2"]
+    card = (out / "README.md").read_text()
+    assert "| distill | `distill/" in card
+    assert str(tmp_path) not in card
+
+
+def test_a_stage_that_is_not_behind_the_model_is_refused_with_those_that_are(learned: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--data rl: no stage of that name .* there: curate, distill"):
+        write_data(learned, ["rl"], tmp_path / "out", name="out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_table_of_an_artifact_opens_in_datasets_and_pandas(learned: Path, tmp_path: Path) -> None:
+    """As docs/data.md says."""
+    import datasets
+    import pandas
+
+    made = tmp_path / "artifacts" / "distill" / "distill0"
+    rows = datasets.load_dataset("parquet", data_files=f"{made}/traces/*.parquet", split="train", cache_dir=tmp_path)
+    assert rows["reasoning"][:] == ["easy"] * 3
+    assert list(pandas.read_parquet(made / "traces").answer) == ["1", "2", "2"]

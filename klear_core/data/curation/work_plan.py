@@ -15,6 +15,7 @@ from pathlib import Path
 from klear_core.artifacts.files import is_pattern, matching_files
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import (
+    DatasetsSource,
     FileSource,
     GeneratedSource,
     GymSource,
@@ -281,7 +282,7 @@ def _size(source: Source, files: Sequence[DataFile]) -> int:
             | GymSource(num_problems=num_problems)
         ):
             return _PROCEDURAL_ROW_BYTES * num_problems
-        case FileSource() | HubSource():
+        case FileSource() | HubSource() | DatasetsSource():
             return sum(_unpacked_size(file.path) for file in files)
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from klear_core.config.data import FieldMap, FileSource, HubSource
+from klear_core.config.data import FieldMap, StoredSource
 from klear_core.data.formats.code_rows import (
     CODE_SCHEMAS,
     code_reference,
@@ -42,7 +42,7 @@ from klear_core.errors import ConfigError, DataError
 from klear_core.types import CustomReference, Domain, MathReference, Reference
 
 
-def schema_for(source: FileSource | HubSource, first_row: Fields, *, where: str) -> Schema:
+def schema_for(source: StoredSource, first_row: Fields, *, where: str) -> Schema:
     """Return the format that the source names, or for `auto` the one that fits the keys of the first row best.
 
     Raise ConfigError if no format fits, or several equally well.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from klear_core.config.data import FileSource, HubSource
+from klear_core.config.data import StoredSource
 from klear_core.data.datafiles import check_files, data_files, origin
 from klear_core.data.formats.code_rows import (
     QuestionTables,
@@ -97,13 +97,13 @@ def format_of(first_row: Fields, *, where: str) -> TraceFormat:
     )
 
 
-def read_traces(source: FileSource | HubSource) -> Iterator[PublishedTrace | Dropped]:
+def read_traces(source: StoredSource) -> Iterator[PublishedTrace | Dropped]:
     """Yield all rows of a source in order, each as a trace or a drop record; the first row determines the format."""
     complete = QuestionTables(source.lookup).completed
     yield from _rows(source, complete)
 
 
-def check_traces(source: FileSource | HubSource) -> None:
+def check_traces(source: StoredSource) -> None:
     """Raise ConfigError or DataError if files of a source are missing or cut short, or none of its first rows is a
     trace. Of a Hub source that is not in the cache only the names of its files are checked."""
     if source.row_schema != "auto":
@@ -151,7 +151,7 @@ def _without_tags(reasoning: str) -> str:
     return bare
 
 
-def _rows(source: FileSource | HubSource, complete: Callable[[Fields], Fields]) -> Iterator[PublishedTrace | Dropped]:
+def _rows(source: StoredSource, complete: Callable[[Fields], Fields]) -> Iterator[PublishedTrace | Dropped]:
     found: TraceFormat | None = None
     stated = None if source.domain is None else Domain(source.domain)
     rows = (row for file in data_files(source) for row in read_rows(file.path, label=file.label))

@@ -11,6 +11,7 @@ from typing import assert_never
 from klear_core.config.curate import CurateConfig, TagConfig
 from klear_core.config.data import (
     BenchmarkConfig,
+    DatasetsSource,
     FileSource,
     GymSource,
     HubSource,
@@ -138,7 +139,7 @@ def count_rows(source: Source) -> int | None:
     match source:
         case ProceduralSource(num_problems=n) | PuzzleSource(num_problems=n) | GymSource(num_problems=n):
             return n
-        case FileSource(limit=limit) | HubSource(limit=limit):
+        case FileSource(limit=limit) | HubSource(limit=limit) | DatasetsSource(limit=limit):
             from klear_core.data.sources import files_here
 
             files = files_here(source)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from klear_core.artifacts.files import matching_files
 from klear_core.artifacts.manifest import read_manifest
-from klear_core.config.data import FileSource, GeneratedSource, Source
+from klear_core.config.data import DatasetsSource, FileSource, GeneratedSource, Source
 from klear_core.config.data_jobs import BenchmarksJob, CurateJob, GivenTracesJob, origin_of
 from klear_core.config.load import as_option
 from klear_core.config.stage import DistillJob, EvaluateJob, RlJob, SftJob, SourceUse, Stage, TagJob
@@ -29,7 +29,7 @@ def file_problems(work: PendingWork) -> Iterator[str]:
     """Find files of sources that do not exist."""
     # Also those of stages that are reused: a fingerprint depends on the content of the files.
     for use in sources_of(work.needed):
-        if isinstance(use.source, FileSource) and not is_there(use.source):
+        if isinstance(use.source, FileSource | DatasetsSource) and not is_there(use.source):
             yield f"{use.key}: {use.source.path}: no such file"
         if not isinstance(use.source, GeneratedSource):
             tables = [path for path in use.source.lookup.values() if not is_path_there(path)]
@@ -259,7 +259,7 @@ def sources_of_problems(stages: Sequence[Stage], stage: Stage) -> list[Source]:
 
 def is_there(source: Source) -> bool:
     """Return whether a source can be read; `file_problems` reports a missing file, so no other check should."""
-    if not isinstance(source, FileSource):
+    if not isinstance(source, FileSource | DatasetsSource) or not source.path:
         return True
     return is_path_there(source.path)
 

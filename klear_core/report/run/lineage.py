@@ -21,6 +21,7 @@ from klear_core.report.run.data import StageFacts
 from klear_core.train.base_model import pointed_folder
 
 NOT_STATED = "not stated"
+NO_LICENCE_NEEDED = "none needed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ def _sources_of(manifest: Manifest) -> Iterator[DataSource]:
     if given is not None:
         yield _given_source(manifest, given)
     elif manifest.kind == BaseJob.kind:
-        yield DataSource(what="base model", name="random weights, made by Klear", licence="none needed")
+        yield DataSource(what="base model", name="random weights, made by Klear", licence=NO_LICENCE_NEEDED)
     for source in config.get("curate", {}).get("sources", ()):
         yield _described("problems", source)
     if manifest.kind == BenchmarksJob.kind:
@@ -136,7 +137,9 @@ def _sources_of(manifest: Manifest) -> Iterator[DataSource]:
     teacher = config.get("distill", {}).get("teacher", {})
     if teacher and teacher.get("kind") != "local":  # a local one is a model of the lineage
         name = teacher.get("model") or f"{teacher.get('kind')}, a program of Klear's"
-        yield DataSource(what="teacher", name=str(name), licence=NOT_STATED if teacher.get("model") else "none needed")
+        yield DataSource(
+            what="teacher", name=str(name), licence=NOT_STATED if teacher.get("model") else NO_LICENCE_NEEDED
+        )
 
 
 def _given_source(manifest: Manifest, given: GivenRecord) -> DataSource:
@@ -169,7 +172,7 @@ def _described(what: str, source: Mapping[str, Any]) -> DataSource:
         path = PurePath(source["path"])  # a published card must not show the folders of this machine
         return DataSource(what=what, name=path.name, licence=licence_in(Path(path.parent)) or NOT_STATED)
     split = f", split {source['split']}" if "split" in source else ""
-    return DataSource(what=what, name=f"{source.get('kind')} problems{split}", licence="none needed")
+    return DataSource(what=what, name=f"{source.get('kind')} problems{split}", licence=NO_LICENCE_NEEDED)
 
 
 # ---- lineage ----
