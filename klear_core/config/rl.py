@@ -263,8 +263,8 @@ class RlCheckpointConfig(CheckpointConfig):
 
 class BadAnswerLimits(Settings):
     """Shares of the answers of the last five steps above which the stage stops, if they have risen by 0.2 since the
-    first five. Default one half: in the collapses that we provoked (docs/when_a_run_goes_wrong.md) a share that had
-    grown so far never came back. 1 never stops."""
+    first five. Default one half: the collapse that we let go on past it (docs/when_a_run_goes_wrong.md, without tags)
+    did not come back. 1 never stops."""
 
     malformed: float = Field(default=0.5, ge=0, le=1)
     """Answers that lack a tag for which `reward` has a value."""
