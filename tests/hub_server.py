@@ -25,7 +25,14 @@ def described(name: str, content: bytes) -> dict:
 
 
 @contextmanager
-def hub(repo: str, files: Mapping[str, bytes], *, repo_type: str = "dataset", sent: Mapping[str, bytes] | None = None):
+def hub(
+    repo: str,
+    files: Mapping[str, bytes],
+    *,
+    repo_type: str = "dataset",
+    sent: Mapping[str, bytes] | None = None,
+    licence: str = "",
+):
     """Yield the server's address and the list of the files that were fetched from it.
 
     `sent` are contents that are sent instead of those that are described.
@@ -49,9 +56,15 @@ def hub(repo: str, files: Mapping[str, bytes], *, repo_type: str = "dataset", se
                 tag = etag(file, files[file])
                 content = (sent or {}).get(file, files[file])
                 self.send(content, {"ETag": f'"{tag}"', "X-Repo-Commit": REVISION}, with_body)
-            elif path == f"/api/{repo_type}s/{repo}/revision/{REVISION}":
+            elif path in (f"/api/{repo_type}s/{repo}/revision/{r}" for r in (REVISION, "main")):
                 siblings = [{"rfilename": name, **described(name, c)} for name, c in files.items()]
-                self.send(json.dumps({"id": repo, "sha": REVISION, "siblings": siblings}).encode(), {}, with_body)
+                info = {
+                    "id": repo,
+                    "sha": REVISION,
+                    "siblings": siblings,
+                    "tags": [f"license:{licence}"] if licence else [],
+                }
+                self.send(json.dumps(info).encode(), {}, with_body)
             elif path == f"/api/{repo_type}s/{repo}/tree/{REVISION}":
                 tree = [{"type": "file", "path": name, **described(name, c)} for name, c in files.items()]
                 self.send(json.dumps(tree).encode(), {}, with_body)
