@@ -293,9 +293,10 @@ def _config(profile: str, overrides: list[str] | None) -> PipelineConfig:
     from flows.environment import profile_folder
     from klear_core.config.data_jobs import sections_used, unused_overrides
     from klear_core.config.load import load_profile
+    from klear_core.pipeline.downloads import pinned
     from klear_core.pipeline.graph import stages_of
 
-    config = load_profile(profile_folder(profile), overrides or [])
+    config = pinned(load_profile(profile_folder(profile), overrides or []))
     used = sections_used((stage.name, stage.kind) for stage in stages_of(config))
     warnings = Console(stderr=True, highlight=False, soft_wrap=True)
     for override, section in unused_overrides(overrides or [], used).items():

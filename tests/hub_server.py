@@ -40,7 +40,14 @@ def listed(files: Mapping[str, bytes], folder: str, *, is_deep: bool) -> list[di
 
 
 @contextmanager
-def hub(repo: str, files: Mapping[str, bytes], *, repo_type: str = "dataset", sent: Mapping[str, bytes] | None = None):
+def hub(
+    repo: str,
+    files: Mapping[str, bytes],
+    *,
+    repo_type: str = "dataset",
+    sent: Mapping[str, bytes] | None = None,
+    licence: str = "",
+):
     """Yield the server's address and the list of the files that were fetched from it.
 
     `sent` are contents that are sent instead of those that are described.
@@ -72,9 +79,15 @@ def hub(repo: str, files: Mapping[str, bytes], *, repo_type: str = "dataset", se
                 tag = etag(file, files[file])
                 content = (sent or {}).get(file, files[file])
                 self.send(content, {"ETag": f'"{tag}"', "X-Repo-Commit": REVISION}, with_body)
-            elif path == f"/api/{repo_type}s/{repo}/revision/{REVISION}":
+            elif path in (f"/api/{repo_type}s/{repo}/revision/{r}" for r in (REVISION, "main")):
                 siblings = [{"rfilename": name, **described(name, c)} for name, c in files.items()]
-                self.send(json.dumps({"id": repo, "sha": REVISION, "siblings": siblings}).encode(), {}, with_body)
+                info = {
+                    "id": repo,
+                    "sha": REVISION,
+                    "siblings": siblings,
+                    "tags": [f"license:{licence}"] if licence else [],
+                }
+                self.send(json.dumps(info).encode(), {}, with_body)
             elif f"{path}/".startswith(f"/api/{repo_type}s/{repo}/tree/{REVISION}/"):
                 folder = path.partition(REVISION)[2].strip("/")
                 is_deep = "recursive=false" not in self.path.lower()

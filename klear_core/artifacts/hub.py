@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from klear_core.artifacts.files import hash_all, says_disk_full
-from klear_core.config.data import HubRuntime
+from klear_core.config.data import NEWEST, HubRuntime
 from klear_core.errors import ConfigError, DataError, ResourceError
 
 if TYPE_CHECKING:
@@ -98,6 +98,17 @@ def commit_of(repo: str, revision: str, *, repo_type: Literal["dataset", "model"
         )
     assert info.sha is not None, repo
     return info.sha
+
+
+def licence_of(repo: HubFiles) -> str:
+    """Return the licence that a repository's card states; empty if none. ConfigError as `published_files`."""
+    from huggingface_hub import HfApi
+
+    with _hub_errors(repo, if_unreachable=ConfigError):
+        api = HfApi(endpoint=repo.runtime.endpoint or None)
+        info = api.repo_info(repo.repo, repo_type=repo.type, revision=repo.revision, timeout=_TIMEOUT_S)
+    stated = [tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")]
+    return ", ".join(stated)
 
 
 def fetch(repo: HubFiles, names: Sequence[str], progress: Progress | None = None) -> None:
@@ -242,7 +253,8 @@ def _hub_errors(repo: HubFiles, *, if_unreachable: type[ConfigError | ResourceEr
     except (OSError, http_error) as e:
         if says_disk_full(e):
             raise  # the stage says what to do
-        command = f"hf download {repo.repo} {'--repo-type dataset ' if is_dataset else ''}--revision {repo.revision}"
+        revision = "" if repo.revision == NEWEST else f" --revision {repo.revision}"
+        command = f"hf download {repo.repo}{' --repo-type dataset' if is_dataset else ''}{revision}"
         by_path = "kind = 'file'" if is_dataset else "its path"
         raise if_unreachable(
             f"{repo}: is not in the cache {repo.folder} and the Hub cannot be reached ({_first_line(e)}); fetch it "

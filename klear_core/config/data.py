@@ -235,19 +235,23 @@ class HubRuntime(Settings):
     """Address of the Hub or of a mirror; empty: the one of huggingface_hub (HF_ENDPOINT)."""
 
 
+NEWEST = "newest"
+"""Revision of a repository whose commit is looked up at its first use in a workspace, and recorded there."""
+
+
 def _check_commit(value: object) -> object:
-    if isinstance(value, str) and not re.fullmatch(r"[0-9a-f]{40}", value):
+    if isinstance(value, str) and value != NEWEST and not re.fullmatch(r"[0-9a-f]{40}", value):
         raise ValueError(
             f"{value!r} is no commit: a revision has 40 hex digits, because a branch or a tag would change under the "
-            "fingerprint; the repository's page on the Hub lists its commits"
+            f"fingerprint; the repository's page on the Hub lists its commits, and {NEWEST!r} records today's"
         )
     return value
 
 
 HubRepo = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
 """A repository on the Hugging Face Hub, `owner/name`."""
-HubRevision = Annotated[str, BeforeValidator(_check_commit), Field(pattern=r"^[0-9a-f]{40}$")]
-"""A commit, 40 hex digits."""
+HubRevision = Annotated[str, BeforeValidator(_check_commit), Field(pattern=rf"^([0-9a-f]{{40}}|{NEWEST})$")]
+"""A commit, 40 hex digits; or `newest`, the commit at the first use, which the workspace records."""
 
 
 class HubSource(RowSource):

@@ -104,7 +104,8 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
     """Return a copy of `settings` with one `key.path=value` set; a value that is not valid TOML is taken as a string.
 
     Setting `X.kind` to another kind removes the other settings of X, which belong to the old kind: the one that X names
-    or, without it, the default. Setting a preset removes the betas that it defines.
+    or, without it, the default. Setting a preset removes the betas that it defines, and setting a path the repository in its
+    place.
     """
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -126,8 +127,20 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
     if keys[-1] == "preset":
         for beta in GPPO_PRESETS.get(str(value), {}):
             table.pop(beta, None)
+    _leave_other_place(table, keys)
     table[keys[-1]] = value
     return tree
+
+
+def _leave_other_place(table: Tree, keys: Sequence[str]) -> None:
+    """Remove a repository of the Hub where a path is set in its place, and the other way round."""
+    of_hub, place = ("repo", "revision", "files"), keys[-1]
+    if (place == "path" and "repo" in table) or (place == "repo" and "path" in table):
+        for key in of_hub if place == "path" else ("path",):
+            table.pop(key, None)
+        # `model` names its kind, and all others follow from their keys.
+        if table.pop("kind", None) is not None and list(keys[:-1]) == ["model"]:
+            table["kind"] = "hf" if place == "path" else "hub"
 
 
 def validate(settings: Mapping[str, Any], *, origin: str) -> PipelineConfig:

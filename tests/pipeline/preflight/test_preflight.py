@@ -17,7 +17,7 @@ from test_hf_config import QWEN3, write_config
 from klear_core.artifacts.manifest import LedgerStep
 from klear_core.cluster.placement import GpuPlan, gpus_here, plan_gpus
 from klear_core.config.curate import CurateConfig
-from klear_core.config.data import FileSource
+from klear_core.config.data import HubSource
 from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
@@ -133,11 +133,11 @@ def test_profiles_for_any_machine_leave_its_gpus_alone(name: str) -> None:
 def test_a_stage_alone_needs_what_it_reads_and_nothing_else(tmp_path: Path) -> None:
     config = profile(tmp_path, of="klear_8b")
     alone, everything = problems_with(config, chosen(config, only="curate")), problems_with(config)
-    assert {p.split(":")[0].split(" '")[0] for p in alone} == {"benchmark", "curate.sources"}
-    missed = ("curate_rl.sources", "model.path", "distill.teacher.api_key_env", "evaluate.engine.kind")
+    assert {p.split(":")[0].split(" '")[0] for p in alone} == {"stage", "curate.sources"}
+    missed = ("benchmark", "curate_rl.sources", "model", "distill.teacher.api_key_env", "evaluate.engine.kind")
     assert all(any(p.startswith(key) for p in everything) for key in missed)
     base = problems_with(config, chosen(config, only="base"))
-    assert [p.split(" = ")[0] for p in base] == ["model.path"]
+    assert [p.split(": ")[0] for p in base] == ["model"]
 
 
 def test_a_stage_that_is_there_already_needs_nothing_any_more_unless_it_is_made_again(tmp_path: Path) -> None:
@@ -182,15 +182,13 @@ def test_rl_on_prompts_that_cannot_be_judged_is_found_before_it_starts(tmp_path:
     assert not [problem for problem in problems_with(judged) if "no answer could be judged" in problem]
 
 
-def test_the_sources_of_klear_8b_lie_where_a_download_of_their_repository_puts_them() -> None:
-    assert "--local-dir data/<owner>/<name>" in (KLEAR_8B / "README.md").read_text()
+def test_the_sources_of_klear_8b_are_repositories_that_the_docs_list() -> None:
     config = load_profile(KLEAR_8B)
     assert config.curate_rl is not None
     listed = (CONFIGS.parent / "docs" / "data.md").read_text()
     for source in (*config.curate.sources, *config.curate_rl.sources):
-        assert isinstance(source, FileSource)
-        _, owner, name = source.path.split("/")[:3]
-        assert f"{owner}/{name}" in listed.replace(", -CodeSub-15K", ", Kwai-Klear/KlearReasoner-CodeSub-15K")
+        assert isinstance(source, HubSource)
+        assert source.repo in listed.replace(", -CodeSub-15K", ", Kwai-Klear/KlearReasoner-CodeSub-15K")
 
 
 def test_benchmarks_that_are_there_are_counted_like_new_ones(tmp_path: Path) -> None:
