@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/running.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/running.md", "docs/operations.md", "docs/benchmarks.md")
 DONE_BY_CI = {"git clone <this repository> klear && cd klear", "make test"}
 SERVERS = {
     "klear ui": "Ctrl-C stops",

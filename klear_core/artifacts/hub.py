@@ -107,7 +107,8 @@ def licence_of(repo: HubFiles) -> str:
     with _hub_errors(repo, if_unreachable=ConfigError):
         api = HfApi(endpoint=repo.runtime.endpoint or None)
         info = api.repo_info(repo.repo, repo_type=repo.type, revision=repo.revision, timeout=_TIMEOUT_S)
-    stated = [tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")]
+    tags: Sequence[str] = getattr(info, "tags", None) or ()
+    stated = [tag.partition(":")[2] for tag in tags if tag.startswith("license:")]
     return ", ".join(stated)
 
 

@@ -104,8 +104,8 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
     """Return a copy of `settings` with one `key.path=value` set; a value that is not valid TOML is taken as a string.
 
     Setting `X.kind` to another kind removes the other settings of X, which belong to the old kind: the one that X names
-    or, without it, the default. Setting a preset removes the betas that it defines, and setting a path the repository in its
-    place.
+    or, without it, the default. Setting a preset removes the betas that it defines, and setting a path the
+    repository in its place.
     """
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")

@@ -124,7 +124,9 @@ class Run:
 
 
 @pytest.mark.slow
-def test_runs_outlast_a_short_outage_and_one_that_dies_in_it_is_retried(server: Server, tmp_path: Path):
+def test_runs_outlast_a_server_and_a_sweeper_that_are_killed_and_one_that_dies_meanwhile_is_retried(
+    server: Server, tmp_path: Path
+):
     outage(server, tmp_path, away_s=10)
 
 
@@ -155,13 +157,15 @@ def outage(server: Server, tmp_path: Path, *, away_s: float, before_s: float = 0
     pids = {run: run.wait_until_it_runs() for run in (*healthy, dead, cancelled)}
     time.sleep(before_s)
 
-    server.stop("server")
+    server.stop("server", signal.SIGKILL)
+    server.stop("sweep", signal.SIGKILL)
     end.finish()
     if is_long:
         server.stop("worker", signal.SIGKILL)
     os.kill(pids[dead], signal.SIGKILL)
     time.sleep(away_s)
     server.start_server()
+    server.start_sweeper()
     if is_long:
         server.start_worker()
 

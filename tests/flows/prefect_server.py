@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import httpx
@@ -139,8 +140,10 @@ def once(look: Callable[[], T], is_so: Callable[[T], bool], *, timeout_s: float 
 
 
 @contextmanager
-def server_and_worker(home: Path, *, limit: int | None = 1) -> Iterator[Server]:
-    """A server with the settings of `klear ui`, a work pool `klear` with this limit, and a worker."""
+def server_and_worker(
+    home: Path, *, limit: int | None = 1, settings: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Server]:
+    """A server with the settings of `klear ui` or others, a work pool `klear` with this limit, and a worker."""
     port = free_port()
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))} | SURVIVES_RESTARTS
     env |= {
@@ -150,8 +153,9 @@ def server_and_worker(home: Path, *, limit: int | None = 1) -> Iterator[Server]:
         "DO_NOT_TRACK": "1",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
+    env |= settings
     server = Server(env["PREFECT_API_URL"], env, home, port)
     try:
         server.start_server()

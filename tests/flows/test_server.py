@@ -71,7 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def deployed(server: Server) -> Server:
-    """With those deployments of the repository that the tests use; CI deploys all with the commands of docs/running.md."""
+    """With those deployments of the repository that the tests use; CI deploys all with the commands of docs/operations.md."""
     server.prefect("deploy", *(f"--name={name}" for name in ("pipeline", "base", "retrain")), cwd=ROOT)
     return server
 

@@ -16,6 +16,8 @@ from klear_command import FEW_PROBLEMS, ROOT, Command, start
 pytestmark = pytest.mark.slow
 
 KEY = "sk-very-secret-0123456789"
+HOOK = "hook-very-secret-0123456789"
+"""The part of a webhook's address that lets anybody post there."""
 SAVE = "import sys; from prefect.blocks.system import Secret; Secret(value=sys.argv[2]).save(sys.argv[1])"
 REPLY = {
     "choices": [{"message": {"content": "\\boxed{4}", "reasoning_content": "2+2=4"}, "finish_reason": "stop"}],
@@ -30,6 +32,8 @@ class Teacher(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
         self.keys: list[str] = []
+        self.told: list[bytes] = []
+        """Notifications."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -39,8 +43,11 @@ class Handler(BaseHTTPRequestHandler):
         self._send({"data": []})
 
     def do_POST(self) -> None:
-        self.server.keys.append(self.headers.get("Authorization", ""))
-        self.rfile.read(int(self.headers["Content-Length"]))
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == f"/{HOOK}":
+            self.server.told.append(content)
+        else:
+            self.server.keys.append(self.headers.get("Authorization", ""))
         self._send(REPLY | {"echo": self.headers.get("Authorization")})
 
     def _send(self, reply: dict[str, object]) -> None:
@@ -66,10 +73,15 @@ def distill(teacher: Teacher, workspace: Path, log: Path) -> Command:
     """Run up to `distill` with a key in the block `teacher-key` of the workspace's own Prefect."""
     asked = f'{{kind="http", base_url="{teacher.base_url}", model="r1", api_key_block="teacher-key"}}'
     settings = (*FEW_PROBLEMS, f"distill.teacher={asked}", "distill.max_problems=8", f"workspace.root={workspace}")
-    return start("run", "configs/smoke", "--until", "distill", *(p for s in settings for p in ("--set", s)), log=log)
+    told = ('workspace.notify={webhook_env="OPS_HOOK", disk_above=1e-9}',)  # always too full
+    options = (part for setting in (*settings, *told) for part in ("--set", setting))
+    hook = f"http://127.0.0.1:{teacher.server_port}/{HOOK}"
+    return start("run", "configs/smoke", "--until", "distill", *options, log=log, OPS_HOOK=hook)
 
 
-def test_the_key_in_a_block_reaches_the_teacher_and_no_file(fresh: Path, tmp_path: Path, teacher: Teacher):
+def test_the_key_in_a_block_and_the_address_of_a_webhook_reach_their_servers_and_no_file(
+    fresh: Path, tmp_path: Path, teacher: Teacher
+):
     without = distill(teacher, fresh, tmp_path / "without.log")
     assert without.wait() == 2, without.output
     assert "distill.teacher.api_key_block = 'teacher-key': Prefect has no such block; make a block" in without.output
@@ -86,4 +98,7 @@ def test_the_key_in_a_block_reaches_the_teacher_and_no_file(fresh: Path, tmp_pat
     assert set(teacher.keys) == {f"Bearer {KEY}"}
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) > 30
-    assert [file for file in files if KEY.encode() in file.read_bytes()] == []
+    assert [file for file in files if any(secret.encode() in file.read_bytes() for secret in (KEY, HOOK))] == []
+    assert len(teacher.told) == 1
+    assert b"klear gc" in teacher.told[0]
+    assert not any(secret.encode() in teacher.told[0] for secret in (KEY, HOOK))
