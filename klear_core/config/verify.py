@@ -238,8 +238,8 @@ class CodeConfig(Settings):
     also `py`, `python3` and untagged ones."""
     compare: Literal["tokens", "whitespace", "exact", "decimal"] = "tokens"
     """Comparison of standard output. `tokens`: line by line and token by token, decimals within the tolerances;
-    `whitespace`: tokens as text; `exact`: the stripped text (Klear-Reasoner); `decimal`: stripped lines, equal as text
-    or as exact decimals (LiveCodeBench)."""
+    `whitespace`: tokens as text; `exact`: the stripped text (Klear-Reasoner); `decimal`: as LiveCodeBench's harness:
+    stripped lines, equal as text or as lists of exact decimals; results of calls without a tolerance; any exit status."""
     abs_tolerance: float = Field(default=1e-9, ge=0, le=1)
     """Absolute tolerance for decimals in `tokens`, and for floats in a call's result."""
     rel_tolerance: float = Field(default=1e-6, ge=0, le=0.1)
@@ -386,10 +386,11 @@ class VerifyConfig(Settings):
 COMMON = ("sandbox", "limits", "judges")
 """Judge settings that no stage can override: they describe the machine, or define names that references use."""
 
-BENCHMARK_CODE = CodeConfig(max_tests=0, compare="decimal", cpu_s=6.0, recursion_limit=50_000)
-"""LiveCodeBench's rules: all tests, lines equal as text or as exact decimals, 6 s a test, and its recursion limit."""
+BENCHMARK_CODE = CodeConfig(max_tests=0, compare="decimal", cpu_s=6.0, memory_mb=3072, recursion_limit=50_000)
+"""LiveCodeBench's rules: all tests, its comparison, 6 s a test, its recursion limit, and of memory, for which it has no
+limit, as much as a jail may use in all."""
 _BENCHMARK_DEFAULTS: dict[str, Any] = {
-    "code": BENCHMARK_CODE.model_dump(include={"max_tests", "compare", "cpu_s", "recursion_limit"})
+    "code": BENCHMARK_CODE.model_dump(include={"max_tests", "compare", "cpu_s", "memory_mb", "recursion_limit"})
 }
 
 

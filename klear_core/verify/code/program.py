@@ -126,6 +126,7 @@ def limits_for(reference: CodeReference, cfg: VerifyConfig) -> TestLimits:
         memory_mb=memory_mb,
         output_bytes=cfg.limits.output_mb << 20,
         recursion_limit=cfg.code.recursion_limit,
+        may_exit=cfg.code.compare == "decimal",
     )
 
 
@@ -165,6 +166,8 @@ def same_output(expected: str, output: str, cfg: CodeConfig, *, is_order_free: b
         return True
     if cfg.compare == "exact" and not is_order_free:
         return False
+    if cfg.compare == "decimal":
+        return _same_as_livecodebench(expected, output, is_order_free=is_order_free)
     expected_lines, lines = _lines(expected), _lines(output)
     if len(expected_lines) != len(lines):
         return False
@@ -173,8 +176,38 @@ def same_output(expected: str, output: str, cfg: CodeConfig, *, is_order_free: b
     return all(_same_line(e, o, cfg) for e, o in zip(expected_lines, lines, strict=True))
 
 
+def _same_as_livecodebench(expected: str, output: str, *, is_order_free: bool) -> bool:
+    """Compare as LiveCodeBench's `grade_stdio`: stripped lines, blank ones inside included, equal as text or, if all
+    words of both are numbers for `decimal.Decimal`, as lists of exact numbers.
+    """
+    pairs = [[line.strip() for line in text.strip().split("\n")] for text in (expected, output)]
+    if len(pairs[0]) != len(pairs[1]):
+        return False
+    if is_order_free:
+        pairs = [sorted(lines) for lines in pairs]
+    return all(a == b or _are_equal_decimals(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def _are_equal_decimals(expected: str, line: str) -> bool:
+    numbers = []
+    for words in (expected.split(), line.split()):
+        if any(len(word) > _MAX_NUMBER_CHARS for word in words):
+            return False
+        try:
+            numbers.append([Decimal(word) for word in words])
+        except InvalidOperation:
+            return False
+    try:
+        return numbers[0] == numbers[1]
+    except InvalidOperation:  # a signalling nan
+        return False
+
+
 def same_value(expected: object, value: object, cfg: CodeConfig, *, is_order_free: bool = False) -> bool:
-    """Compare JSON values: tuples equal lists, True equals 1 (as in Python and LiveCodeBench), floats to tolerances."""
+    """Compare JSON values: tuples equal lists and True equals 1, as in Python.
+
+    Floats are equal to tolerances, or exactly by the rule `decimal`, as in LiveCodeBench.
+    """
     if is_order_free and isinstance(expected, list) and isinstance(value, list):
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
     return _same(expected, value, cfg, _MAX_DEPTH)
@@ -190,10 +223,8 @@ def _same_line(expected: list[str], tokens: list[str], cfg: CodeConfig) -> bool:
     if len(expected) != len(tokens):
         return False
     match cfg.compare:
-        case "exact" | "whitespace":
+        case "exact" | "whitespace" | "decimal":
             return False
-        case "decimal":
-            return all(_same_decimal(e, t) for e, t in zip(expected, tokens, strict=True))
         case "tokens":
             return all(_same_token(e, t, cfg) for e, t in zip(expected, tokens, strict=True))
         case _:
@@ -265,9 +296,10 @@ def _same(expected: object, value: object, cfg: CodeConfig, depth: int) -> bool:
         if expected.keys() != value.keys():
             return False
         return all(_same(expected[key], value[key], cfg, depth - 1) for key in expected)
-    if isinstance(expected, float) and isinstance(value, int | float):
+    is_exact = cfg.compare == "decimal"
+    if isinstance(expected, float) and isinstance(value, int | float) and not is_exact:
         return _close(expected, _to_float(value), cfg)
-    if isinstance(expected, int) and isinstance(value, int | float):
+    if isinstance(expected, int | float) and isinstance(value, int | float):
         return expected == value
     return type(expected) is type(value) and expected == value
 

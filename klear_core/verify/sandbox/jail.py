@@ -61,6 +61,8 @@ class TestLimits:
     memory_mb: int
     output_bytes: int
     recursion_limit: int
+    may_exit: bool = False
+    """Whether `sys.exit` with any status ends a program well, as in LiveCodeBench's harness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

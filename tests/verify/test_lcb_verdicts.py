@@ -1,0 +1,67 @@
+"""The rule `decimal` gives LiveCodeBench's own verdicts, but for the cases listed here with their reasons."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from lcb_cases import CASES, VERDICTS, LcbCase
+from verify_builders import call_reference, fenced, problem, stdin_reference
+
+from klear_core.config.verify import BENCHMARK_CODE, VerifyConfig, VerifyRuntime
+from klear_core.types import CodeReference
+from klear_core.verify import JudgePool, build_judge_pool
+
+IS_RIGHT = json.loads(VERDICTS.read_text())["is_right"]
+
+STDIN = "its stand-in for standard input lacks this; the contests' own judges accept the program"
+STDOUT = "it collects text from sys.stdout alone; the contests' own judges accept the program"
+WRAPPED = "it runs the program as the body of a function; the contests' own judges accept the program"
+DIFFERENT = {
+    "sys.stdin.buffer.readline() twice": STDIN,
+    "a loop over sys.stdin": STDIN,
+    "open(0)": STDIN,
+    "os.read(0)": STDIN,
+    "sys.stdout.buffer.write": STDOUT,
+    "os.write(1)": STDOUT,
+    "os._exit(0) after a flush": STDOUT,
+    "global": WRAPPED,
+    "__main__ guard that is not last": WRAPPED,
+    "quit()": "it takes quit away and leaves exit",
+    "returns a tuple in a list": "results cross the jail's wall as JSON, which has lists alone",
+    "returns a dict with number keys": "results cross the jail's wall as JSON, whose keys are text",
+    "a file that is written": "a program may not write to its current folder",
+    "numpy": "the sandbox's interpreter has it only with verify.limits.with_packages",
+}
+SLOW = ("a loop without end", "a sleep of one second")
+
+
+@pytest.fixture(scope="module")
+def benchmark_pool(sandbox_name: str) -> Iterator[JudgePool]:
+    """A pool with the rules of evaluation, and more time than the slowest machine needs."""
+    rules = BENCHMARK_CODE.model_copy(update={"cpu_s": 30.0})
+    with build_judge_pool(VerifyConfig(code=rules, runtime=VerifyRuntime(math_workers=1, code_workers=2))) as pool:
+        yield pool
+
+
+def reference_of(case: LcbCase) -> CodeReference:
+    if not case.fn_name:
+        return stdin_reference((case.given, case.expected))
+    arguments = f"[{','.join(case.given.splitlines())}]"
+    return call_reference(case.fn_name, (arguments, case.expected))
+
+
+def judged(pool: JudgePool, case: LcbCase) -> bool:
+    verdict = pool.judge(problem(reference_of(case), problem_id=case.name), fenced(case.program))
+    assert verdict.outcome.counts_for_model, verdict
+    return verdict.is_correct
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in SLOW], ids=lambda case: case.name)
+def test_a_verdict_is_that_of_livecodebench(benchmark_pool: JudgePool, case: LcbCase) -> None:
+    is_same = judged(benchmark_pool, case) == IS_RIGHT[case.name]
+    assert is_same == (case.name not in DIFFERENT), DIFFERENT.get(case.name)
+
+
+def test_the_table_has_a_verdict_for_each_case() -> None:
+    assert {case.name for case in CASES} == IS_RIGHT.keys()
+    assert DIFFERENT.keys() < IS_RIGHT.keys()
