@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.commands import LOOK, RUN, SCORE, SERVE, chat, disk, evaluations, gc, replay, runs, show, sweep, ui
+from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, show, sweep, ui
 from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
+from flows.run_commands import disk, gc, runs
 from klear_core.errors import ConfigError, KlearError
 
 if TYPE_CHECKING:
