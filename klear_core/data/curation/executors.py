@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ import traceback
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from threading import Thread
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 from datatrove.executor import RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.local import LocalPipelineExecutor
@@ -31,12 +32,17 @@ from klear_core.config.curate import ExecutorConfig, LocalExecutorConfig, RayExe
 from klear_core.data.curation.work_plan import Progress, Tasks
 from klear_core.errors import ConfigError, KlearError, ResourceError
 
+log = logging.getLogger(__name__)
+
 # datatrove sends its log to the terminal. Also in workers, which import this module before their first task.
 logger.disable("datatrove")
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 _SLURM_POLL_S = 10.0
+_SLURM_ASK_S = 60.0
+_SLURM_SILENCE_S = 1800.0
+"""Seconds without an answer of Slurm's controller after which the stage stops; a restart of it takes minutes."""
 
 
 class TaskStep(PipelineStep):  # type: ignore[misc]  # datatrove has no types
@@ -193,19 +199,43 @@ def _run_on_slurm(executor: SlurmExecutor, errors_folder: Path, on_done: Progres
     if shutil.which("sbatch") is None:
         raise ConfigError("curate.runtime.executor.kind = 'slurm', but there is no command sbatch on this machine")
     executor.run()
+    answered = time.monotonic()
     while incomplete := len(executor.get_incomplete_ranks()):
         on_done(executor.tasks - incomplete)
         _raise_error_in(errors_folder)
-        if not _is_queued(str(executor.job_id)):
+        queue = ask_queue(str(executor.job_id))
+        if queue == "ended":
             return
+        if queue == "queued":
+            answered = time.monotonic()
+        elif time.monotonic() - answered > _SLURM_SILENCE_S:
+            raise ResourceError(
+                f"Slurm has not answered for {_SLURM_SILENCE_S / 60:.0f} minutes; job {executor.job_id} may still run. "
+                "Run this again when squeue answers: finished tasks are kept"
+            )
         time.sleep(_SLURM_POLL_S)
     on_done(executor.tasks)
 
 
-def _is_queued(job_id: str) -> bool:
-    """Return whether Slurm still has a job; it forgets those that ended."""
-    listed = subprocess.run(["squeue", "--noheader", "--jobs", job_id], capture_output=True, text=True, check=False)
-    return bool(listed.stdout.strip())
+def ask_queue(job_id: str) -> Literal["queued", "ended", "no answer"]:
+    """Return what Slurm says of a job. It forgets those that ended; a controller that is busy or away says nothing."""
+    try:
+        listed = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job_id],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SLURM_ASK_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        log.warning("squeue does not answer, so job %s is taken as queued: %s", job_id, e)
+        return "no answer"
+    if listed.stdout.strip():
+        return "queued"
+    if listed.returncode == 0 or "Invalid job id" in listed.stderr:
+        return "ended"
+    log.warning("squeue does not answer, so job %s is taken as queued: %s", job_id, listed.stderr.strip()[:300])
+    return "no answer"
 
 
 def _raise_error_in(folder: Path) -> None:

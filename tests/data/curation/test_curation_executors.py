@@ -23,7 +23,7 @@ from klear_core.config.curate import (
 )
 from klear_core.config.data import FileSource
 from klear_core.data.curation.curate import num_workers, run_tasks
-from klear_core.data.curation.executors import run_on_executor, slurm_executor
+from klear_core.data.curation.executors import ask_queue, run_on_executor, slurm_executor
 from klear_core.errors import ConfigError, DataError, ResourceError
 
 IN_PROCESS = LocalExecutorConfig(workers=1)
@@ -166,6 +166,25 @@ SLURM = {
     "scontrol": "echo here",
     "squeue": "",
 }
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo ' 17 cpu klear-curate RUNNING'", "queued"),
+        ("exit 0", "ended"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "ended"),
+        ("echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1", "no answer"),
+        ("echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1", "no answer"),
+    ],
+)
+def test_a_controller_that_does_not_answer_has_not_ended_a_job(monkeypatch, tmp_path, script, said):
+    """The messages are those of Slurm 22.05."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/bash\n{script}\n")
+    squeue.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert ask_queue("17") == said
 
 
 @pytest.mark.slow
