@@ -144,6 +144,8 @@ class EvalReport(Settings):
 
     benchmark: str
     decoding: DecodingProfile
+    prompt: str = Field(default="plain", exclude_if=lambda prompt: prompt == "plain")
+    """Name or template of the prompt that the questions were asked in."""
     seed: int
     """The run seed that all sample seeds were derived from."""
     confidence: float = Field(gt=0, lt=1)

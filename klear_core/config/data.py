@@ -6,8 +6,9 @@ import re
 from datetime import date
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from klear_core.config.benchmark_prompts import check_prompt
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS, DateWindow, with_known_facts
 from klear_core.config.settings import Settings
 from klear_core.config.verify import JUDGE_NAME_PATTERN
@@ -330,6 +331,10 @@ class BenchmarkConfig(Settings):
     """n of avg@n. The paper: 64 for AIME and HMMT, 8 for LiveCodeBench (Table 1)."""
     num_problems: int | None = Field(default=None, ge=1, exclude_if=lambda count: count is None)
     """Size of the part to score, drawn by the run's seed; None: all of it. `expected_rows` counts the whole."""
+    prompt: str = Field(default="plain", exclude_if=lambda prompt: prompt == "plain")
+    """Prompt that the questions are asked in: `plain` (as they stand; Klear-Reasoner's protocol), `boxed` (Qwen's and
+    DeepSeek-R1's model cards), `lighteval`, `lm_eval`, `livecodebench`, or a template with `{question}` once. It
+    belongs to the score: others are compared only if theirs is the same."""
     published: date | None = Field(default=None, exclude_if=lambda day: day is None)
     """First day on which one of its problems was public, for sets of one's own; None: unknown, or that of `known`."""
 
@@ -339,6 +344,11 @@ class BenchmarkConfig(Settings):
         if isinstance(settings, dict) and settings.get("known"):
             return with_known_facts(settings)
         return settings
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_a_prompt(cls, prompt: str) -> str:
+        return check_prompt(prompt)
 
     @model_validator(mode="after")
     def _is_the_known_one(self) -> Self:

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, StringConstraints, field_validator, model_validator
 
+from klear_core.config.benchmark_prompts import QUESTION
 from klear_core.config.settings import Settings
 
 # ---- engine ----
@@ -234,8 +235,6 @@ class PoolRuntime(EnginesRuntime):
         return self
 
 
-QUESTION = "{question}"
-"""Placeholder of the question in a prompt template."""
 PLAIN_TEMPLATE = "plain"
 """Name of the question as it stands, without a template."""
 

@@ -98,6 +98,7 @@ class NotifyConfig(Settings):
     blocks: tuple[Annotated[str, Field(pattern=r"^[a-z0-9-]+/[a-z0-9-]+$")], ...] = ()
     """Prefect's notification blocks, such as `slack-webhook/ops`."""
     events: tuple[NotifyEvent, ...] = ("failed", "waiting", "promoted", "refused", "disk", "budget", "score_fell")
+    """Events that somebody is told of; default: all."""
     disk_above: float = Field(default=0.85, gt=0, lt=1)
     """Used share of the workspace's disk above which somebody is told, once a run. Default: a checkpoint of an 8B
     model with its optimizer still fits on a disk of 1 TB."""

@@ -22,7 +22,7 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark
 from klear_core.errors import ResourceError
 from klear_core.evaluate.counts import AnswerCounts, tally
-from klear_core.evaluate.sample import PlannedAnswer, judged, sampling_params
+from klear_core.evaluate.sample import PlannedAnswer, in_prompt, judged, sampling_params
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import EngineSpec, StartSampler, start_here
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
@@ -100,7 +100,7 @@ class CheckpointInlineEval:
 
     async def _answer(self, engine: InferenceEngine, planned: PlannedAnswer) -> EvalSample:
         params = sampling_params(self.job.sampling, planned, seed=self.seed)
-        question = planned.problem.question
+        question = in_prompt(planned.problem.question, self.job.source.prompt, planned.problem.domain)
         (sampled,) = await engine.generate(self.render(question), params)
         return await judged(planned, question, completed(sampled, self.opening), self.judge)
 

@@ -189,7 +189,15 @@ def report_scores(
         name, problems = benchmark.name, benchmark.problems
         clusters = benchmark.clusters
         tallies = tally(_stored(cfg, benchmark, workdir), problems, clusters=clusters, read_vote=read_vote)
-        report = make_report(tallies, cfg, benchmark=name, num_samples=benchmark.num_samples, seed=seed, judge=judge)
+        report = make_report(
+            tallies,
+            cfg,
+            benchmark=name,
+            num_samples=benchmark.num_samples,
+            seed=seed,
+            prompt=benchmark.prompt,
+            judge=judge,
+        )
         ledger.append(ledger_step(name, tallies))
         templates: list[TemplateScore] = []
         for template in cfg.templates:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from klear_core.artifacts.records import Shard, plan_shards, read_shard, read_shards, write_shard
+from klear_core.config.benchmark_prompts import MATH_PROMPTS, QUESTION, livecodebench_prompt
 from klear_core.config.data import BenchmarkConfig
-from klear_core.config.evaluate import QUESTION, EvaluateConfig, SamplingConfig
+from klear_core.config.evaluate import EvaluateConfig, SamplingConfig
 from klear_core.data.benchmarks import read_clusters
+from klear_core.data.formats.code_rows import without_instructions
 from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
 from klear_core.generate.factory import LongestFirst
@@ -21,7 +23,7 @@ from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
 from klear_core.scores import SAMPLES_FOLDER
 from klear_core.seeding import seed_for
-from klear_core.types import Completion, EvalSample, Judge, Outcome, Problem
+from klear_core.types import Completion, Domain, EvalSample, Judge, Outcome, Problem
 
 TEMPLATES_FOLDER = "templates"
 """Folder of an evaluation with a folder for each prompt template, which has the answers to the questions in it."""
@@ -36,6 +38,8 @@ class Benchmark:
     num_samples: int
     clusters: Mapping[str, str] = field(default_factory=dict)
     """Cluster by problem id; problems without one are left out."""
+    prompt: str = "plain"
+    """Name or template of the prompt that the questions are asked in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,9 @@ class PlannedAnswer:
     decoding: Literal["sampled", "greedy"]
     sample_idx: int
     template: str = ""
-    """Name of the prompt template; empty for the plain question."""
+    """Name of the prompt template; empty for the benchmark's own prompt."""
+    prompt: str = "plain"
+    """The benchmark's own prompt."""
 
 
 def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchmark]:
@@ -58,7 +64,15 @@ def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchma
         problems = tuple(read_shards(folder / cfg.name, Problem))
         ids = (problem.problem_id for problem in problems)
         clusters = {problem_id: by_problem[problem_id] for problem_id in ids if problem_id in by_problem}
-        suite.append(Benchmark(name=cfg.name, problems=problems, num_samples=cfg.num_samples, clusters=clusters))
+        suite.append(
+            Benchmark(
+                name=cfg.name,
+                problems=problems,
+                num_samples=cfg.num_samples,
+                clusters=clusters,
+                prompt=cfg.prompt,
+            )
+        )
     return suite
 
 
@@ -74,10 +88,19 @@ def plan_answers(
     for problem in benchmark.problems:
         for i in range(benchmark.num_samples):
             answers.append(
-                PlannedAnswer(benchmark=name, problem=problem, decoding="sampled", sample_idx=i, template=template)
+                PlannedAnswer(
+                    benchmark=name,
+                    problem=problem,
+                    decoding="sampled",
+                    sample_idx=i,
+                    template=template,
+                    prompt=benchmark.prompt,
+                )
             )
         if cfg.greedy and not template:
-            answers.append(PlannedAnswer(benchmark=name, problem=problem, decoding="greedy", sample_idx=0))
+            answers.append(
+                PlannedAnswer(benchmark=name, problem=problem, decoding="greedy", sample_idx=0, prompt=benchmark.prompt)
+            )
     folder = workdir / TEMPLATES_FOLDER / template if template else workdir / SAMPLES_FOLDER
     return plan_shards(folder, answers, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{name}-")
 
@@ -157,7 +180,7 @@ class AnswerWorker:
         params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
         # All benchmarks are one queue, so that the engine runs empty only at the end of the last one.
         key = (planned.benchmark, problem.problem_id)
-        question = asked(problem.question, self.cfg, planned.template)
+        question = asked(planned, self.cfg)
         try:
             async with self.gate.slot(key):
                 # The slot covers sampling alone: an answer that waits for its judge keeps no room in the engine.
@@ -236,7 +259,20 @@ def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -
     return replace(params, temperature=0.0, top_p=1.0, top_k=0) if planned.decoding == "greedy" else params
 
 
-def asked(question: str, cfg: EvaluateConfig, template: str) -> str:
-    """Return the question in a template of this name; as it stands for the empty name."""
+def asked(planned: PlannedAnswer, cfg: EvaluateConfig) -> str:
+    """Return the question of an answer in the prompt that it is asked in: a template, or the benchmark's own."""
+    question = planned.problem.question
     # not str.format: templates have the braces of \boxed{}
-    return cfg.templates[template].replace(QUESTION, question) if template else question
+    if planned.template:
+        return cfg.templates[planned.template].replace(QUESTION, question)
+    return in_prompt(question, planned.prompt, planned.problem.domain)
+
+
+def in_prompt(question: str, prompt: str, domain: Domain) -> str:
+    """Return a question in a prompt. Known prompts of one domain leave questions of the other as they stand."""
+    if prompt == "plain":
+        return question
+    if prompt == "livecodebench":
+        return livecodebench_prompt(*without_instructions(question)) if domain is Domain.CODE else question
+    template = MATH_PROMPTS.get(prompt, prompt)
+    return template.replace(QUESTION, question) if prompt not in MATH_PROMPTS or domain is Domain.MATH else question

@@ -41,6 +41,7 @@ def make_report(
     benchmark: str,
     num_samples: int,
     seed: int,
+    prompt: str = "plain",
     judge: JudgeRecord | None = None,
 ) -> EvalReport:
     """Return one benchmark's report. Raise DataError if no sample could be judged."""
@@ -55,6 +56,7 @@ def make_report(
     return EvalReport(
         benchmark=benchmark,
         decoding=DecodingProfile(sampling=cfg.sampling, engine=cfg.engine, seed_policy=SEED_POLICY),
+        prompt=prompt,
         seed=seed,
         confidence=cfg.confidence,
         num_problems=len(sampled.problems),

@@ -1,4 +1,4 @@
-"""docs/when_a_run_goes_wrong.md is of real runs: its pictures and its quoted warnings follow from docs/data/bad_runs.jsonl.
+"""docs/when_a_run_goes_wrong.md is of real runs: its pictures and its quoted warnings follow from docs/pictures/bad_runs.jsonl.
 
 To draw the pictures anew: KLEAR_DRAW=1 pytest tests/report/test_bad_runs.py
 """
@@ -44,7 +44,7 @@ COLOURS = ("#2b6cb8", "#c2540a", "#17845a")
 
 def runs() -> dict[str, dict[int, dict[str, float]]]:
     found: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
-    for line in (DOCS / "data" / "bad_runs.jsonl").read_text().splitlines():
+    for line in (DOCS / "pictures" / "bad_runs.jsonl").read_text().splitlines():
         row = json.loads(line)
         found[row.pop("run")][row.pop("step")] = row
     return found

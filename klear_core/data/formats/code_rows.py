@@ -128,8 +128,20 @@ def with_instructions(statement: str, starter: object) -> str:
     The added text has fewer words than a decontamination n-gram (9 by default), so it alone never counts as a leak.
     """
     if isinstance(starter, str) and starter.strip():
-        return f"{statement}\n\nComplete this code:\n```python\n{starter.rstrip()}\n```"
-    return f"{statement}\n\nRead standard input, write standard output."
+        return f"{statement}{_COMPLETE}{starter.rstrip()}\n```"
+    return f"{statement}{_BY_STDIN}"
+
+
+_COMPLETE = "\n\nComplete this code:\n```python\n"
+_BY_STDIN = "\n\nRead standard input, write standard output."
+
+
+def without_instructions(question: str) -> tuple[str, str]:
+    """Return a code question without the instructions that `with_instructions` appended, and its starter code."""
+    statement, found, starter = question.rpartition(_COMPLETE)
+    if found and starter.endswith("\n```"):
+        return statement, starter.removesuffix("\n```")
+    return question.removesuffix(_BY_STDIN), ""
 
 
 def _lcb_question(fields: Fields) -> str:

@@ -52,7 +52,8 @@ class PairedComparison(Settings):
     """Clusters of problems that interval and test are over, and that `num_changed` counts; None: single problems."""
     confidence: float = Field(gt=0, lt=1)
     is_same_decoding: bool
-    """Whether both models were decoded with the same settings; if not, these may explain part of the difference."""
+    """Whether both models were asked and decoded with the same settings; if not, these may explain part of the
+    difference."""
 
     @property
     def is_clear(self) -> bool:
@@ -180,7 +181,8 @@ def _compare_one(
         num_changed=found.num_changed,
         num_clusters=found.num_clusters,
         confidence=confidence,
-        is_same_decoding=result_settings(report_before.decoding) == result_settings(report_after.decoding),
+        is_same_decoding=(result_settings(report_before.decoding), report_before.prompt)
+        == (result_settings(report_after.decoding), report_after.prompt),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +13,7 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError, model_validator
 
 from klear_core.config.ablation import PaperRows
+from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import explained
 from klear_core.config.settings import Settings
@@ -36,11 +37,20 @@ class PublishedModel(Settings):
     scores: dict[str, float]
     num_samples: dict[str, Annotated[int, Field(ge=1)]]
     """n of avg@n, by benchmark."""
+    prompts: dict[str, str] = {}
+    """Prompt by benchmark, as `benchmarks.prompt` names it, as far as the source says."""
+    sampling: dict[str, float] = {}
+    """Settings of `evaluate.sampling` that the source states: `temperature`, `top_p`, `top_k`, `max_new_tokens`."""
+    harness: str = ""
+    """Program that sampled and judged the answers; empty if the source does not say."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         if self.scores.keys() != self.num_samples.keys():
             raise ValueError(f"{self.model}: scores and num_samples name different benchmarks")
+        foreign = self.sampling.keys() - SamplingConfig.model_fields.keys()
+        if foreign:
+            raise ValueError(f"{self.model}: sampling has no settings {', '.join(sorted(foreign))}")
         unknown = self.scores.keys() - SIZES.keys()
         if unknown:
             raise ValueError(
@@ -67,8 +77,11 @@ class Agreement:
     """Largest difference of two runs of one model with this score, in 95 of 100 cases, whatever its problems."""
     difference: float
     """Our score minus the published one."""
-    agrees: bool
-    """Whether two runs of one model on these problems may differ so much, according to our re-run interval."""
+    agrees: bool | None
+    """Whether two runs of one model on these problems may differ so much, according to our re-run interval; None if
+    something else differs, too."""
+    differs: tuple[str, ...]
+    """Settings that differ from those that the source states: `max_new_tokens 65536, here 32768`."""
 
 
 def read_published(file: Path) -> tuple[PublishedModel, ...]:
@@ -90,6 +103,7 @@ def agreement_with(published: PublishedModel, ours: EvalReport) -> Agreement | N
     difference = ours.avg.value - value
     # our re-run interval is that of one run with our n: the published run adds its own noise, with its n
     widening = math.sqrt(1 + ours.num_samples / n)
+    differs = tuple(_different(published, ours))
     low = (ours.avg.rerun.low - ours.avg.value) * widening - _ROUNDING
     high = (ours.avg.rerun.high - ours.avg.value) * widening + _ROUNDING
     return Agreement(
@@ -97,8 +111,20 @@ def agreement_with(published: PublishedModel, ours: EvalReport) -> Agreement | N
         num_samples=n,
         bound=rerun_bound(value, ours.num_problems, n, ours.num_samples, confidence=ours.confidence),
         difference=difference,
-        agrees=low <= -difference <= high,
+        agrees=None if differs else low <= -difference <= high,
+        differs=differs,
     )
+
+
+def _different(published: PublishedModel, ours: EvalReport) -> Iterator[str]:
+    """Yield what is otherwise than the source states; what it does not state is not compared."""
+    prompt = published.prompts.get(ours.benchmark, ours.prompt)
+    if prompt != ours.prompt:
+        yield f"prompt {prompt}, here {ours.prompt}"
+    sampling = ours.decoding.sampling.model_dump()
+    for name, value in published.sampling.items():
+        if sampling[name] != value:
+            yield f"{name} {value:g}, here {sampling[name]:g}"
 
 
 def rerun_bound(score: float, num_problems: int, *num_samples: int, confidence: float) -> float:

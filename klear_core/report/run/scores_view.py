@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from klear_core.config.evaluate import PLAIN_TEMPLATE, QUESTION, HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.benchmark_prompts import QUESTION
+from klear_core.config.evaluate import PLAIN_TEMPLATE, HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.evaluate.compare.published import Agreement, PublishedModel, agreement_with
 from klear_core.report.run.claims import Axis, DifferenceRow, Span, axis_of, difference_row
 from klear_core.report.run.data import Facts, ModelFacts
@@ -98,7 +99,9 @@ def _agreement(row: PublishedModel, model: ModelFacts, benchmark: str) -> Agreem
 def _cell(found: Agreement | None) -> tuple[str, bool]:
     if found is None:
         return NONE, False
-    return f"{points(found.difference)}, {'agrees' if found.agrees else 'differs'}", found.agrees
+    if found.differs:
+        return f"{points(found.difference)}, not compared: {'; '.join(found.differs)}", False
+    return f"{points(found.difference)}, {'agrees' if found.agrees else 'differs'}", bool(found.agrees)
 
 
 # ---- scores view ----

@@ -78,3 +78,18 @@ def test_a_published_score_of_no_samples_is_refused(tmp_path: Path, n: int) -> N
     )
     with pytest.raises(ConfigError, match=r"published\.toml: .*num_samples\.aime24.*greater than or equal to 1"):
         read_published(file)
+
+
+@pytest.mark.parametrize(
+    ("stated", "differs"),
+    [
+        ({"prompts": {"aime24": "boxed"}}, ("prompt boxed, here plain",)),
+        ({"sampling": {"max_new_tokens": 65536}}, ("max_new_tokens 65536, here 32768",)),
+        ({"prompts": {"aime25": "boxed"}, "sampling": {"temperature": 0.6}}, ()),
+    ],
+)
+def test_the_verdict_is_withheld_where_the_source_states_something_else(stated: dict, differs: tuple[str, ...]) -> None:
+    found = agreement_with(PAPER.model_copy(update=stated), aime24(7))
+    assert found is not None
+    assert found.differs == differs
+    assert (found.agrees is None) == bool(differs)
