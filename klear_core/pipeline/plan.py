@@ -41,8 +41,8 @@ class StagePlan:
     action: Action
     """`given`: a run takes a result that exists. A run sets a damaged artifact aside, and builds it again."""
     why: str
-    """For `run`: how it differs from the nearest of the newest artifacts of its kind. For `given`: where the result comes
-    from. For `damaged`: what is wrong with it."""
+    """For `run`: how it differs from the nearest of the newest artifacts of its kind. For `given`: where the result
+    comes from. For `damaged`: what is wrong with it."""
 
 
 def plan_stages(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, made_model, published_report, said, sample
 
 from klear_core.artifacts.hub import upload
+from klear_core.artifacts.manifest import ArtifactId
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import load_profile, profile_toml, validate
 from klear_core.config.settings import config_digest
@@ -20,7 +21,7 @@ from klear_core.config.train import GgufModelConfig, TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.hf_config import check_gguf
 from klear_core.metrics import NullTelemetry
-from klear_core.report.publish import check_published, write_model
+from klear_core.report.publish import check_published, published_artifact, write_model
 from klear_core.train.base_model import prepare_base, take_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -122,6 +123,27 @@ def test_nothing_is_overwritten_and_a_damaged_model_is_not_published(
     with pytest.raises(ConfigError, match="no tokenizer"):
         write_model(model, model / "model", scores, tmp_path / "out", name="mine")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_is_published_anew_where_it_was_and_nowhere_else(artifact: tuple[Path, Path], tmp_path: Path) -> None:
+    model, scores = artifact
+    out = tmp_path / "out"
+    write_model(model, model / "model", None, out, name="mine")
+    assert published_artifact(out) == ArtifactId(kind="rl", fingerprint=model.name)
+    write_model(model, model / "model", scores, out, name="mine")
+    assert (
+        "| toy | avg@1.5 | 25.0 % |" in (out / "README.md").read_text()
+    )  # of the evaluation that there was not before
+    (out / "notes.txt").write_text("precious")
+    with pytest.raises(ConfigError, match=r"has files that publishing does not write \(notes.txt\)"):
+        write_model(model, model / "model", None, out, name="mine")
+    assert (out / "notes.txt").read_text() == "precious"
+    assert "25.0 %" in (out / "README.md").read_text()
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+    (out / "notes.txt").unlink()
+    other = made_model(tmp_path / "elsewhere", model="rl", seed=7, files=model).path
+    with pytest.raises(ConfigError, match=f"holds another published model, rl/{model.name[:8]}; name a new folder"):
+        write_model(other, other / "model", None, out, name="mine")
 
 
 def test_the_present_folder_is_not_replaced(
