@@ -33,7 +33,7 @@ from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.answers.stored import is_evaluation
 from klear_core.evaluate.compare.gate import GatePolicy, GateVerdict, gate, read_policy
 from klear_core.evaluate.compare.promotion import Decision, read_decision, short_name
-from klear_core.report.publish import write_data, write_model
+from klear_core.report.publish import published_artifact, write_data, write_model
 from klear_core.report.run.final_table import decision_lines
 from klear_core.report.several.compared_runs import read_run
 from klear_core.report.several.comparison import COMPARISON_PAGE, DifferenceCell, RunComparison, ScoreRow, compare_runs
@@ -259,14 +259,13 @@ def publish(
         require_token(repo)
     else:
         check_folder_place("--to", Path(to).expanduser())
-    artifact = find_artifact(which, root).absolute()
+    there = published_artifact(path_of(which))
+    artifact = find_artifact(which if there is None else f"{there.kind}/{there.fingerprint}", root).absolute()
     try:
         model = model_folder(artifact)
     except ArtifactError as e:
         raise ArtifactError(f"{e}; name a stage that makes a model, or its fingerprint") from e
     folder = root / "published" / repo.replace("/", "--") if repo else Path(to).expanduser()
-    if repo and folder.exists():
-        raise ConfigError(f"{folder}: exists, from an earlier upload; remove it first, or upload it as it is")
     console = Console(highlight=False, soft_wrap=True)
     name, data_folder = repo.partition("/")[2] or folder.name, folder.with_name(f"{folder.name}-data")
     written = [write_data(artifact, data, data_folder, name=data_folder.name)] if data else []

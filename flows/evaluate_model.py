@@ -259,8 +259,7 @@ def _share(num_found: int, num_questions: int) -> str:
 def compared_with_training(config: PipelineConfig, artifact: Path, console: Console) -> PipelineConfig:
     """Compare benchmarks that the model's training data was not kept apart from with that data; print what is found.
 
-    Return the config that declares them as compared or, with questions in common, to be scored despite of it, which
-    the report says.
+    Return the config that declares them as compared, with the number of questions in common, which the report says.
     """
     missed = {name for exposure in given_contamination(config) for name in exposure.missed}
     benchmarks = [b for b in config.benchmarks if b.name in missed and b.name not in config.given.score_despite]
@@ -273,7 +272,7 @@ def compared_with_training(config: PipelineConfig, artifact: Path, console: Cons
     assert given is not None, "an evaluation scores a given model"
     declared = () if given.decontaminated_against == "unknown" else given.decontaminated_against
     clean = tuple(name for name, questions in overlap.found.items() if not questions)
-    despite = tuple(name for name, questions in overlap.found.items() if questions)
+    seen = {name: len(questions) for name, questions in overlap.found.items() if questions}
     for name, questions in overlap.found.items():
         found = (
             f"{_share(len(questions), overlap.num_questions[name])} there: {questions[0]!r}"
@@ -284,13 +283,11 @@ def compared_with_training(config: PipelineConfig, artifact: Path, console: Cons
             f"compared {name} with the {overlap.num_prompts:,} questions that the model was trained on: {found}",
             markup=False,
         )
-    facts = config.given.model_copy(
-        update={
-            "evaluate": given.model_copy(update={"decontaminated_against": (*declared, *clean)}) if clean else given,
-            "score_despite": (*config.given.score_despite, *despite),
-        }
-    )
-    return config.model_copy(update={"given": facts})
+    facts: dict[str, object] = {"questions_seen": given.questions_seen | seen}
+    if clean:
+        facts["decontaminated_against"] = (*declared, *clean)
+    evaluated = config.given.model_copy(update={"evaluate": given.model_copy(update=facts)})
+    return config.model_copy(update={"given": evaluated})
 
 
 def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:

@@ -232,5 +232,5 @@ def contaminated(job: PromoteJob, model: ArtifactRef) -> dict[str, int | None]:
     for exposure in given_contamination(config):
         # A run may score other given models, too. What is not known of their data says nothing about this model.
         if own_scores in exposure.scored_by:
-            found |= dict.fromkeys((*exposure.missed, *exposure.unknown))
+            found |= {**exposure.seen, **dict.fromkeys((*exposure.missed, *exposure.unknown))}
     return found

@@ -306,7 +306,13 @@ def _score_warnings(config: PipelineConfig, inputs: Mapping[str, ArtifactRef]) -
         if scored:
             benchmarks = (*exposure.missed, *exposure.unknown)
             where = ", ".join(scored)
-            yield ScoreWarning(where=where, text=exposure.warning, scored_by=tuple(scored), benchmarks=benchmarks)
+            yield ScoreWarning(
+                where=where,
+                text=exposure.warning,
+                scored_by=tuple(scored),
+                benchmarks=benchmarks,
+                questions_seen=exposure.seen,
+            )
 
 
 def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[ComparedModels]:

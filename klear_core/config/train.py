@@ -337,6 +337,10 @@ class GivenModelFacts(GivenFacts):
     chosen_on: tuple[str, ...] = ()
     """Names of the benchmarks by whose scores it was chosen among several models, such as checkpoints, learning rates
     or seeds. Its scores on them, and those of models trained from it, are marked."""
+    questions_seen: dict[str, int] = {}
+    """Number of each benchmark's questions that are in its training data; `klear evaluate` finds them."""
+
+    as_before = {"questions_seen": {}}
 
 
 class GivenFolder(GivenModelFacts):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.artifacts.manifest import MANIFEST
+from klear_core.artifacts.manifest import MANIFEST, ArtifactId, Manifest, parse_manifest, read_manifest
 from klear_core.artifacts.model_files import CARD, check_folder
 from klear_core.config.load import profile_toml
 from klear_core.errors import ConfigError
@@ -59,10 +59,12 @@ def write_model(
     """Write the model of an artifact, whose Hugging Face folder is `model`, with its card to a new `folder`.
 
     `evaluation` is the artifact of its scores; `gguf` asks for a GGUF file of this type, too. The folder appears when
-    it is whole. Raise ConfigError if it exists, if a part of the model is missing, or if the chat template or the end
-    token does not hold.
+    it is whole, in the place of an earlier one of the same model. Raise ConfigError if another one or files of the
+    user's are there, if a part of the model is missing, or if the chat template or the end token does not hold.
     """
-    _require_new(folder)
+    if not folder.name:
+        raise ConfigError(f"--to {folder}: has no name of its own; name a new folder")
+    _require_own_place(folder, read_manifest(artifact))
     if gguf is not None:
         require_gguf()
         check_writable(model)
@@ -100,9 +102,42 @@ def write_model(
     (temporary / CARD).write_text(model_card(facts), encoding="utf-8")
     # The written folder is checked, because that is what others load.
     check_published(temporary)
-    shutil.rmtree(folder, ignore_errors=True)  # at most an empty folder, as checked above
-    temporary.rename(folder)
+    _replace(folder, temporary)
     return Published(folder=folder, num_bytes=_num_bytes(folder), warnings=tuple(notes))
+
+
+def _require_own_place(folder: Path, own: Manifest) -> None:
+    """Raise ConfigError unless `folder` is new, empty, or an earlier publication of this artifact."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    there = published_artifact(folder)
+    if there is None:
+        raise ConfigError(f"--to {folder}: exists and is not empty")
+    if there.fingerprint != own.fingerprint:
+        raise ConfigError(
+            f"--to {folder}: holds another published model, {there.kind}/{there.fingerprint[:8]}; name a new folder"
+        )
+
+
+def published_artifact(folder: Path) -> ArtifactId | None:
+    """Return the artifact whose model a folder holds, by its evidence; None if `klear publish` did not write it."""
+    manifests = [parse_manifest(file.read_bytes(), str(file)) for file in sorted((folder / _EVIDENCE).glob("*.json"))]
+    used = {record.fingerprint for manifest in manifests for record in manifest.inputs}
+    own = [manifest for manifest in manifests if manifest.fingerprint not in used]
+    return ArtifactId(kind=own[0].kind, fingerprint=own[0].fingerprint) if len(own) == 1 else None
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Put a written folder in its place. ConfigError if the earlier one there has files that would be lost."""
+    written = {file.relative_to(new) for file in new.rglob("*")}
+    others = [str(path) for file in folder.rglob("*") if (path := file.relative_to(folder)) not in written]
+    if others:
+        shutil.rmtree(new)
+        raise ConfigError(
+            f"--to {folder}: has files that publishing does not write ({', '.join(sorted(others)[:3])}); move them away"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
 
 
 def check_published(folder: Path) -> None:

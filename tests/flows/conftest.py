@@ -2,24 +2,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
+from klear_command import Ended, Klear
 
 from flows.cli import main
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a command ended."""
-
-    status: int
-    out: str
-    err: str
-
-
-Klear = Callable[..., Ended]
 
 
 @pytest.fixture

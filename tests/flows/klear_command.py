@@ -18,6 +18,19 @@ from processes import alive, title
 
 ROOT = Path(__file__).parents[2]
 _MARK = "KLEAR_TEST_RUN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+Klear = Callable[..., Ended]
+"""The fixture `klear`."""
 _IN_TIME_S = 480.0  # of a step of a test on a busy machine; nothing waits that long in a good run
 TASK = "modulus = 6, num_operations = [2, 3]"
 FEW_PROBLEMS = (

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from conftest import Klear
+from klear_command import Klear
 from stored_evaluations import RIGHT, WRONG, evaluation, given_model, made_model, published_report, said, sample
 
 from klear_core.config.train import TinyModelConfig
@@ -57,7 +57,7 @@ def test_what_is_wrong_with_a_foreign_file_is_told_before_anything_is_judged(kle
     file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"id": "b", "reference": custom}) + "\n")
     refused = klear("rejudge", file, "--root", tmp_path, "--out", tmp_path / "again")
     assert refused.status == 2
-    assert "problem b needs the judge 'mine'; verify.judges has none" in " ".join(refused.err.split())
+    assert "problem b needs the judge 'mine'; verify.judges has" in " ".join(refused.err.split())
     assert not list(tmp_path.glob("again*"))
 
 
@@ -149,6 +149,10 @@ def test_an_evaluation_of_a_models_folder_counts_as_the_models_own(klear: Klear,
     assert klear("answers", "rl", "--root", tmp_path).status == 0
     assert klear("publish", "rl", "--to", tmp_path / "mine", "--root", tmp_path).status == 0
     assert "| toy | avg@1 | 100.0 % |" in (tmp_path / "mine" / "README.md").read_text()
+    assert klear("publish", tmp_path / "mine", "--to", tmp_path / "copy", "--root", tmp_path).status == 0
+    assert (tmp_path / "copy" / "README.md").read_text() == (tmp_path / "mine" / "README.md").read_text().replace(
+        "mine", "copy"
+    )
     assert "no evaluation of it" in klear("answers", "sft", "--root", tmp_path).err  # other weights
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Klear
+from klear_command import Klear
 
 from klear_core.config.pipeline import PromoteConfig, WorkspaceConfig
 from klear_core.evaluate.compare.promotion import DECISION_FILE, Check, Contender, Decision

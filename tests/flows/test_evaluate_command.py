@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import Klear
+from klear_command import Klear
 from stored_evaluations import RIGHT, evaluation, made_model, said, sample
 
 from flows.evaluate_model import Asked, evaluation_config

@@ -16,6 +16,7 @@ from klear_core.artifacts.store import LocalStore
 from klear_core.config.curate import CurateConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.pipeline.preflight.checks import problems_with
+from klear_core.pipeline.preflight.exposure import given_contamination
 from klear_core.types import Difficulty, Domain, MathReference, Problem, problem_id_of
 
 TRAINED = "mod 10: 3,+4,*7=?"
@@ -68,7 +69,11 @@ def test_a_benchmark_without_a_trained_question_counts_as_compared(tmp_path: Pat
 def test_a_benchmark_with_a_trained_question_is_scored_with_a_warning_that_names_it(tmp_path: Path, capsys) -> None:
     model = trained_model(tmp_path)
     compared = compared_with_training(config(tmp_path, model, "mod 10: 1,+4=?", TRAINED), model, Console(width=300))
-    assert compared.given.score_despite == ("own",)
+    assert compared.given.evaluate is not None
+    assert compared.given.evaluate.questions_seen == {"own": 1}
+    (exposure,) = given_contamination(compared)
+    assert exposure.warning.endswith("holds 1 question of own: scores may be of memory")
+    assert (exposure.missed, exposure.unknown) == ((), ())
     assert f"1 of its 2 questions is there: {TRAINED!r}" in capsys.readouterr().out
 
 

@@ -38,18 +38,23 @@ class GivenContamination:
     """Benchmarks of which nothing is known."""
     missed: tuple[str, ...]
     """Benchmarks that its training data was not compared with, by its lineage."""
+    seen: Mapping[str, int]
+    """Number of each benchmark's questions that are in its training data, of those that were compared and have some."""
 
     @property
     def warning(self) -> str:
-        """A sentence for plan and report."""
+        """One or two sentences for plan and report."""
+        behind = f"the training data behind {self.stage.name!r} ({self.stage.origin})"
+        counts = ", ".join(f"{num:,} question{'s' * (num != 1)} of {name}" for name, num in self.seen.items())
+        found = f"{behind} holds {counts}: scores may be of memory"
         open_ = [*self.missed, *self.unknown]
+        if not open_:
+            return found
         names = ", ".join(open_)
         declare = as_option(f"{self.stage.section}.decontaminated_against", [*self.declared, *open_])
         known = "was not compared" if self.missed else "is not known to have been compared"
-        return (
-            f"the training data behind {self.stage.name!r} ({self.stage.origin}) {known} with {names}: scores may be "
-            f"of memory. If it was, declare it: {declare}"
-        )
+        text = f"{behind} {known} with {names}: scores may be of memory. If it was, declare it: {declare}"
+        return f"{found}. {text}" if self.seen else text
 
 
 def given_contamination(config: PipelineConfig) -> list[GivenContamination]:
@@ -62,11 +67,14 @@ def given_contamination(config: PipelineConfig) -> list[GivenContamination]:
         facts = stage.job.given_facts()
         declared = () if facts.decontaminated_against == "unknown" else facts.decontaminated_against
         open_ = [b for b in config.benchmarks if b.name not in declared]
-        missed, unknown = _by_lineage(stage.job, open_, config)
+        seen = {b.name: facts.questions_seen[b.name] for b in open_ if b.name in facts.questions_seen}
+        missed, unknown = _by_lineage(stage.job, [b for b in open_ if b.name not in seen], config)
         scored_by = tuple(_evaluations_from(stages, stage.name))  # none for a tagger
-        if scored_by and (missed or unknown):
+        if scored_by and (missed or unknown or seen):
             found.append(
-                GivenContamination(stage=stage, scored_by=scored_by, declared=declared, unknown=unknown, missed=missed)
+                GivenContamination(
+                    stage=stage, scored_by=scored_by, declared=declared, unknown=unknown, missed=missed, seen=seen
+                )
             )
     return found
 

@@ -67,7 +67,9 @@ class ScoreWarning:
     scored_by: tuple[str, ...] = ()
     """Names of these stages."""
     benchmarks: tuple[str, ...] = ()
-    """Benchmarks that it is about."""
+    """Benchmarks of which it is not known whether they are in the training data."""
+    questions_seen: Mapping[str, int] = field(default_factory=dict)
+    """Number of questions in the training data, by benchmark, where they were looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,16 +131,19 @@ def num_contaminated(facts: Facts, model: ModelFacts, benchmark: str) -> int | N
     None if some training data of the model was not compared with the benchmark. Prompts that the configured rules match
     were dropped, so only matches by the other rules count.
     """
+    num_seen = 0
     for warning in facts.score_warnings:
-        if model.stage.name in warning.scored_by and benchmark in warning.benchmarks:
-            return None
+        if model.stage.name in warning.scored_by:
+            if benchmark in warning.benchmarks:
+                return None
+            num_seen = max(num_seen, warning.questions_seen.get(benchmark, 0))
     questions: set[str] = set()
     for stage in stages_behind(facts, model.maker.name):
         questions |= kept_leaks(stage.folder).get(benchmark, frozenset())
         # The run has no stages behind a given model; if an earlier run made it, that run's curation counts.
         for leaks in _leaks_behind_given(stage.folder):
             questions |= leaks.get(benchmark, frozenset())
-    return len(questions)
+    return max(num_seen, len(questions))
 
 
 @cache
