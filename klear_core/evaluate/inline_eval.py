@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ from klear_core.evaluate.counts import AnswerCounts, tally
 from klear_core.evaluate.sample import PlannedAnswer, in_prompt, judged, sampling_params
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import EngineSpec, StartSampler, start_here
+from klear_core.processes import die_with_parent
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, Problem
@@ -151,9 +151,6 @@ def inline_eval_metrics(counts: AnswerCounts, *, confidence: float) -> dict[str,
 # crash.
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 class ScoreRequest(Settings):
     """The input of the process, as JSON."""
 
@@ -228,7 +225,7 @@ def process_scorer(job: InlineEvalJob, folder: Path, *, seed: int, hides_gpus: b
 def main() -> None:
     """Read a request from standard input, and write the point as the last line of standard output."""
     # A run that is killed cannot end this process itself.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     request = ScoreRequest.model_validate_json(sys.stdin.buffer.read())
     job, seed = request.job, request.seed
     with open_inline_eval(job, build_judge_pool, request.model, seed=seed) as inline_eval:

@@ -9,7 +9,6 @@ sympy nor pebble.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import resource
@@ -28,6 +27,7 @@ import pebble
 from klear_core.config.verify import UserFunction, VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.errors import SandboxError
+from klear_core.processes import IS_LINUX, die_with_parent
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import user_code
 from klear_core.verify.client import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask
@@ -39,7 +39,6 @@ from klear_core.verify.sandbox import selftest
 from klear_core.verify.sandbox.jail import STARVED_FACTOR, adopt_orphans, end_orphans, forget_dead_jails
 from klear_core.verify.sandbox.jail_command import Backend
 
-_PR_SET_PDEATHSIG = 1
 _MATH_BACKSTOP_S = 10.0  # added to the wall-clock limit; the worker enforces its limit of CPU time itself
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 """Exit statuses of a worker that was killed from outside."""
@@ -216,8 +215,9 @@ def _code_timeout_s(task: CodeTask, cfg: VerifyConfig) -> float:
 
 def _start_math_worker(memory_mb: int) -> None:
     _die_with_parent()
-    limit = memory_mb << 20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if IS_LINUX:  # macOS refuses the limit
+        limit = memory_mb << 20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _start_user_worker(memory_mb: int) -> None:
@@ -245,8 +245,8 @@ def _judge_code(task: CodeTask) -> Verdict | Fault:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this worker when the server dies, even if it was killed; forbid core files."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Have the kernel kill this worker when the server dies; forbid core files."""
+    die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

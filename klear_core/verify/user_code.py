@@ -30,6 +30,7 @@ from typing import Any
 from klear_core.config.rl import CustomReward
 from klear_core.config.verify import CustomJudge, UserFunction, module_file, source_digest
 from klear_core.errors import ConfigError
+from klear_core.processes import IS_LINUX
 from klear_core.types import AnswerToJudge, JudgedAnswer, Outcome, Verdict
 from klear_core.verify.client import Fault, UserTask
 
@@ -85,8 +86,11 @@ def _value(cfg: CustomReward | CustomJudge, answer: JudgedAnswer | AnswerToJudge
 def limit_memory(memory_mb: int) -> None:
     """Limit what this process may allocate from now on; each process that it starts has the same limit.
 
-    Only private writable memory counts: libraries such as torch map gigabytes that take no memory.
+    Only private writable memory counts: libraries such as torch map gigabytes that take no memory. Linux alone counts
+    it; elsewhere there is no limit.
     """
+    if not IS_LINUX:
+        return
     status = Path("/proc/self/status").read_text()
     (allocated,) = (line for line in status.splitlines() if line.startswith("VmData:"))
     limit = (int(allocated.split()[1]) << 10) + (memory_mb << 20)

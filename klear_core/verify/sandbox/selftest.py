@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +67,23 @@ class Gap:
     fix: str
 
 
-def checked_backend(cfg: VerifyConfig) -> Backend:
+_SYSTEMS = (("Linux", "x86_64"), ("Linux", "aarch64"))
+"""Systems and processors whose kernel and system calls the sandbox knows."""
+
+
+def checked_backend(
+    cfg: VerifyConfig, *, system: str = platform.system(), machine: str = platform.machine()
+) -> Backend:
     """Return the backend to use, once a check has shown that it isolates.
 
-    Raise SandboxError, which says what is missing in each backend and how to fix it.
+    Raise SandboxError, which says what is missing in each backend and how to fix it, or that this system has none.
     """
+    if (system, machine) not in _SYSTEMS:
+        here = f"{'macOS' if system == 'Darwin' else system} on {machine}"
+        raise SandboxError(
+            f"{here}: programs are judged on Linux alone (x86_64 or aarch64), whose kernel isolates them: use a machine, "
+            "virtual machine or container with it. Math problems need no sandbox"
+        )
     if cfg.sandbox == "rlimits-only":
         gaps = find_gaps("rlimits-only", cfg)
         if gaps:

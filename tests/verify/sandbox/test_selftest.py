@@ -153,3 +153,12 @@ def test_the_profile_in_infra_says_what_the_command_line_says() -> None:
 
 def test_our_own_interpreter_is_found_where_there_is_no_system_python() -> None:
     assert Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}").exists() or sysconfig.is_python_build()
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "named"), [("Darwin", "arm64", "macOS on arm64"), ("Linux", "riscv64", "Linux on riscv64")]
+)
+@pytest.mark.parametrize("sandbox", ["auto", "rlimits-only"])
+def test_a_system_without_isolation_is_refused_by_name_before_anything_is_tried(system, machine, named, sandbox):
+    with pytest.raises(SandboxError, match=f"{named}: programs are judged on Linux alone"):
+        checked_backend(VerifyConfig(sandbox=sandbox), system=system, machine=machine)
