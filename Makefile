@@ -1,6 +1,6 @@
 # make demo   a reasoning model is made in front of you, in minutes, without a GPU
 # make test   everything is set up and the tests pass
-# make smol   a published model of 135 million parameters learns sums, in an hour on two cores; needs a network once
+# make smol   a published model of 135 million parameters learns sums on two cores; needs a network once
 # make desk-ci   math RL and then code RL are seen to learn, in minutes, without a GPU
 PYTHON ?= python3
 VENV   ?= .venv
