@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -256,17 +257,26 @@ app.command(rich_help_panel=SERVE)(gc)
 
 
 @app.command(rich_help_panel=RUN)
-def bench(name: Annotated[str, typer.Argument(help="Name of a file bench_NAME.py under tests/bench.")]) -> None:
+def bench(
+    name: Annotated[str, typer.Argument(help="Name of a file bench_NAME.py under tests/bench.")],
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder of a model to measure; by default one of the demo's size.")
+    ] = None,
+) -> None:
     """Run one benchmark of this checkout and print a table, then a JSON line per measurement.
 
-    klear bench sampler
+    klear bench sampler --model models/SmolLM2-135M
     """
     if not _BENCHMARKS.is_dir():
         raise ConfigError(f"klear bench needs a checkout of the repository: there is no {_BENCHMARKS}")
     files = {path.stem.removeprefix("bench_"): path for path in sorted(_BENCHMARKS.rglob("bench_*.py"))}
     if name not in files:
         raise ConfigError(f"no benchmark {name!r}; there are: {', '.join(files)}")
-    measures: Sequence[Mapping[str, object]] = runpy.run_path(str(files[name]))["measure"]()
+    measure = runpy.run_path(str(files[name]))["measure"]
+    options = {} if model is None else {"model": model}
+    if options and "model" not in signature(measure).parameters:
+        raise ConfigError(f"klear bench {name} measures no given model; leave --model out")
+    measures: Sequence[Mapping[str, object]] = measure(**options)
     table = Table("measure", "value", "unit", "target", "ok", box=None)
     for m in measures:
         value = f"{m['value']:.4g}" if isinstance(m["value"], float) else str(m["value"])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
+from klear_core import products
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.metrics import Telemetry, made_progress
@@ -135,7 +136,8 @@ def parallelise(
     """Shard the policy over the ranks by layer, and make it compute in `dtype`.
 
     One rank in float32 stays as it is, and so do the frozen weights of one rank, unless they are offloaded to host
-    memory. Gradients are summed over ranks, not averaged, so a loss must divide by global counts. Raise ConfigError if
+    memory. One rank on a CPU with instructions for bfloat16 computes products alone in it. Gradients are summed over
+    ranks, not averaged, so a loss must divide by global counts. Raise ConfigError if
     `cpu_offload` has nothing to offload.
     """
     if cpu_offload and world.size == 1 and world.device.type == "cpu":
@@ -148,6 +150,10 @@ def parallelise(
         for layer in list(hf.base_model.layers)[len(hf.base_model.layers) - keep_layers :]:
             layer.gradient_checkpointing = False
     if world.size == 1 and dtype == "float32" and not cpu_offload:
+        return policy
+    is_wide = policy.adapters is None and all(p.dtype == torch.float32 for p in policy.parameters())
+    if world.size == 1 and world.device.type == "cpu" and is_wide and products.instructions():
+        policy.multiply_in_half()
         return policy
     ensure_process_group(world)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from klear_core import products
 from klear_core.train.kernels import registry
 from klear_core.train.kernels.registry import Backend, compiler_errors
 
@@ -280,24 +281,31 @@ _LEAST = -1e30
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return half precision as float32 where no product of half inputs has a float32 result: off CUDA."""
-    return x.float() if x.dtype in HALF and registry.on_device("products", x) is None else x
+    """Return half precision as float32 where no product of half inputs has a float32 result."""
+    return x.float() if x.dtype in HALF and _product_of(x) is None else x
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, in float32 if both are half precision (CUDA only, see `widened`)."""
+    """Return a @ b, in float32 if both are half precision (see `widened`)."""
     # torch.mm of halves accumulates in float32, but would round its result to half.
-    half = registry.on_device("products", a) if a.dtype in HALF else None
+    half = _product_of(a)
     return torch.mm(a, b) if half is None else half(None, a, b)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to `total` in place; `total` may have a wider dtype than both."""
-    half = registry.on_device("products", a) if a.dtype in HALF else None
+    half = _product_of(a)
     if total.dtype == a.dtype or half is None:
         torch.addmm(total, a, b, out=total)
     else:
         half(total, a, b)
+
+
+def _product_of(x: Tensor) -> registry.Run | None:
+    """Return the product of half precision with a float32 result on the device of `x`; None if there is none."""
+    if x.dtype not in HALF or (x.device.type == "cpu" and (x.dtype != torch.bfloat16 or not products.instructions())):
+        return None
+    return registry.on_device("products", x)
 
 
 def _product_of_halves(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ class Policy(nn.Module):
         super().__init__()
         self.hf = hf
         self.adapters = adapters
+        self._has_half_products = False
 
     def forward(self, micro: MicroBatch, head: Head[R]) -> R:
         """Call `head` with the hidden states that predict the loss tokens and with the LM-head weight."""
@@ -56,7 +57,17 @@ class Policy(nn.Module):
         ).last_hidden_state
         made_progress("layers of a micro-batch")
         # Select first, so that the head computes logits for loss tokens only.
-        return head(hidden_1TH[0, micro.predictor_N], hf.get_output_embeddings().weight)
+        hidden_NH, weight_VH = hidden_1TH[0, micro.predictor_N], hf.get_output_embeddings().weight
+        if self._has_half_products:
+            hidden_NH, weight_VH = hidden_NH.bfloat16(), weight_VH.bfloat16()
+        return head(hidden_NH, weight_VH)
+
+    def multiply_in_half(self) -> None:
+        """Compute all products of weights in bfloat16 from now on, with float32 weights, activations and sums."""
+        from klear_core.train.kernels.half_linear import halve_products
+
+        halve_products(self.hf)
+        self._has_half_products = True
 
     @property
     def device(self) -> torch.device:

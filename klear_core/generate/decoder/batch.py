@@ -66,7 +66,9 @@ class Batch(Generic[OwnerT]):
         """Create an empty batch. `native` must be built for this model; without it, steps run as torch operations."""
         self.max_rows, self.version = max_rows, version
         self._model, self._native = model, native
-        self._shared, self._private = (KvCache(model.shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        # the C code computes in float32 between the products of any dtype
+        dtype = model.dtype if native is None else torch.float32
+        self._shared, self._private = (KvCache(model.shape, dtype=dtype, device=model.device) for _ in range(2))
         self._slots = PrefixSlots()
         self._state = RowState.empty(model.device)
         self._stop_ids = self._ints(stop_ids)
@@ -136,6 +138,8 @@ class Batch(Generic[OwnerT]):
     def recompute_cache(self, version: int) -> None:
         """Recompute all keys and values after a weight update, in shared slots; further tokens are of this version."""
         self.version = version
+        if self._native is not None:
+            self._native.read_weights()
         for i, (row, position) in enumerate(zip(self._rows, self._state.position_R.tolist(), strict=False)):
             # tokens up to the newest keep their version; the next one has this index among the new tokens
             row.marks.append((position + 1 - len(row.prompt_ids), version))

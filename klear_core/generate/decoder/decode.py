@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from klear_core.generate.decoder.model import Decoder, KvCache, Places
+from klear_core.generate.decoder.model import Decoder, KvCache, Places, rope_tables
 from klear_core.native import COMPILERS, compile_c
+from klear_core.products import PackedWeight, instructions
 
 _LANES = 16  # floats of one vector in decode.c
 _SOURCE = Path(__file__).with_name("decode.c")
@@ -56,9 +57,13 @@ class NativeStep:
 
     @classmethod
     def of(cls, model: Decoder, *, compilers: Sequence[str] = COMPILERS) -> NativeStep | None:
-        """Build the step; None for another device or dtype, a head size that does not fill vectors, or no compiler."""
+        """Build the step; None for another device, a head size that does not fill vectors, or no compiler.
+
+        In bfloat16 also if the processor has no instructions for its products.
+        """
         s = model.shape
-        if model.device.type != "cpu" or model.dtype != torch.float32 or s.head_dim % _LANES:
+        has_products = model.dtype == torch.float32 or (model.dtype == torch.bfloat16 and bool(instructions()))
+        if model.device.type != "cpu" or not has_products or s.head_dim % _LANES:
             return None
         sizes = {
             "HIDDEN": s.hidden_size,
@@ -74,12 +79,31 @@ class NativeStep:
 
     def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
         self._model, self._library = model, library
+        self._is_half = model.dtype == torch.bfloat16
+        self._weights = [*zip(model.qkv, model.out, model.gate_up, model.down, strict=True), (model.head,)]
         # weights are [out, in] as for F.linear; torch.mm takes the transposed views
-        self._layers = []
-        for qkv, out, gate_up, down in zip(model.qkv, model.out, model.gate_up, model.down, strict=True):
-            self._layers.append((qkv.T, out.T, gate_up.T, down.T))
+        prepare = PackedWeight if self._is_half else Tensor.t
+        *self._layers, (self._head,) = [tuple(prepare(w) for w in layer) for layer in self._weights]
+        # the same memory as the model's in float32, copies in bfloat16
+        self._cos, self._sin = rope_tables(model.shape, model.device) if self._is_half else (model.cos_LD, model.sin_LD)
+        self._read_vectors()
         self._buffers = self._views = self._allocate(0, 0)
         self._length = 0
+
+    def read_weights(self) -> None:
+        """Copy the model's weights anew where this step has copies of them."""
+        if not self._is_half:
+            return
+        self._read_vectors()
+        for weights, copies in zip(self._weights, [*self._layers, (self._head,)], strict=True):
+            for weight, copy in zip(weights, copies, strict=True):
+                copy.pack(weight)
+
+    def _read_vectors(self) -> None:
+        m = self._model
+        self._norm1, self._norm2 = [w.float() for w in m.norm1], [w.float() for w in m.norm2]
+        self._qk_norm, self._norm = [w.float() for w in m.qk_norm], m.norm.float()
+        self._bias = [None if bias is None else bias.float() for bias in m.qkv_bias]
 
     def decode(self, state: RowState, num_rows: int, shared: KvCache, private: KvCache) -> Tensor:
         """Return logits_BV after the newest token of each of the first rows. Valid until the next call."""
@@ -89,32 +113,37 @@ class NativeStep:
         position, start, slot = state.position_R.data_ptr(), state.start_R.data_ptr(), state.slot_R.data_ptr()
         x, normed = b.x_BC.data_ptr(), b.normed_BC.data_ptr()
         qkv, attended, scratch = b.qkv.data_ptr(), b.attended.data_ptr(), b.scratch.data_ptr()
-        cos, sin = m.cos_LD.data_ptr(), m.sin_LD.data_ptr()
-        tokens, width, first = state.tokens_RT.data_ptr(), state.tokens_RT.shape[1], m.norm1[0].data_ptr()
-        # also applies the first layer's norm
-        lib.embed(num_rows, tokens, width, position, m.embed.data_ptr(), x, first, normed, eps)
+        cos, sin = self._cos.data_ptr(), self._sin.data_ptr()
+        tokens, width, first = state.tokens_RT.data_ptr(), state.tokens_RT.shape[1], self._norm1[0].data_ptr()
+        if self._is_half:
+            tokens_B1 = state.tokens_RT[:num_rows].gather(1, state.position_R[:num_rows, None])
+            b.x_BC.copy_(m.embed[tokens_B1[:, 0]])
+            lib.norm(num_rows, x, first, normed, eps)
+        else:
+            # also applies the first layer's norm
+            lib.embed(num_rows, tokens, width, position, m.embed.data_ptr(), x, first, normed, eps)
         for i, (qkv_w, out_w, gate_up_w, down_w) in enumerate(self._layers):
-            bias = m.qkv_bias[i]
-            if bias is None:
-                torch.mm(b.normed_BC, qkv_w, out=b.qkv)
-            else:
-                torch.addmm(bias, b.normed_BC, qkv_w, out=b.qkv)
+            bias = self._bias[i]
+            if bias is not None:
+                b.qkv.copy_(bias)
+            _multiply(b.normed_BC, qkv_w, b.qkv, adds=bias is not None)
             at_shared = (shared.keys[i].data_ptr(), shared.values[i].data_ptr(), shared.length)
             at_private = (private.keys[i].data_ptr(), private.values[i].data_ptr(), private.length)
             # norms and rotates queries and keys, writes the new key and value to `private`, and attends
-            qk_norm = m.qk_norm[i].data_ptr()
+            qk_norm = self._qk_norm[i].data_ptr()
             lib.attend(
                 num_rows, position, start, slot, qkv, qk_norm, cos, sin, *at_shared, *at_private, eps, scratch, attended
             )
-            b.x_BC.addmm_(b.attended, out_w)  # in place: adds to the residual stream
-            lib.norm(num_rows, x, m.norm2[i].data_ptr(), normed, eps)
-            torch.mm(b.normed_BC, gate_up_w, out=b.gate_up)
+            _multiply(b.attended, out_w, b.x_BC, adds=True)  # to the residual stream
+            lib.norm(num_rows, x, self._norm2[i].data_ptr(), normed, eps)
+            _multiply(b.normed_BC, gate_up_w, b.gate_up)
             lib.gate(num_rows, b.gate_up.data_ptr(), b.activated.data_ptr())
-            b.x_BC.addmm_(b.activated, down_w)
+            _multiply(b.activated, down_w, b.x_BC, adds=True)
             # the norm that the next layer begins with, or the final one
-            following = m.norm1[i + 1] if i + 1 < len(self._layers) else m.norm
+            following = self._norm1[i + 1] if i + 1 < len(self._layers) else self._norm
             lib.norm(num_rows, x, following.data_ptr(), normed, eps)
-        return torch.mm(b.normed_BC, m.head.T, out=b.logits_BV)
+        _multiply(b.normed_BC, self._head, b.logits_BV)
+        return b.logits_BV
 
     def draw(
         self, logits_BV: Tensor, state: RowState, stop_ids: Tensor, *, num_running: int
@@ -175,7 +204,7 @@ class NativeStep:
 
     def _allocate(self, num_rows: int, length: int) -> _Buffers:
         s = self._model.shape
-        # float32, torch's default, as the weights: see `of`
+        # float32, torch's default, whatever the weights are
         return _Buffers(
             x_BC=torch.empty(num_rows, s.hidden_size),
             normed_BC=torch.empty(num_rows, s.hidden_size),
@@ -186,6 +215,15 @@ class NativeStep:
             logits_BV=torch.empty(num_rows, s.vocab_size),
             scratch=torch.empty(num_rows, s.num_heads // s.num_kv_heads * length),
         )
+
+
+def _multiply(x: Tensor, weight: Tensor | PackedWeight, out: Tensor, *, adds: bool = False) -> None:
+    if isinstance(weight, PackedWeight):
+        weight.multiply(x, out, adds=adds)
+    elif adds:
+        out.addmm_(x, weight)
+    else:
+        torch.mm(x, weight, out=out)
 
 
 _SIGNATURES = {

@@ -59,7 +59,8 @@ class Decoder:
         self.norm = torch.zeros(s.hidden_size, dtype=dtype, device=device)
         self.embed = torch.zeros(s.vocab_size, s.hidden_size, dtype=dtype, device=device)
         self.head = self.embed if s.is_tied else torch.zeros_like(self.embed)
-        self.cos_LD, self.sin_LD = self._rope_tables()
+        # angles in float32, cast at the end: bfloat16 cannot tell large positions apart
+        self.cos_LD, self.sin_LD = (table.to(dtype) for table in rope_tables(shape, device))
 
     def load(self, weights: WeightSource) -> None:
         """Overwrite all weights in place. ConfigError, with nothing changed, if a name or shape does not fit."""
@@ -88,8 +89,8 @@ class Decoder:
             )
             q_BHTD, k_BKTD, v_BKTD = heads
             # keys are cached as [D, L], so that decode multiplies by them without a transpose
-            cache.keys[i][slots_B, :, :, :num_tokens] = k_BKTD.mT
-            cache.values[i][slots_B, :, :num_tokens] = v_BKTD
+            cache.keys[i][slots_B, :, :, :num_tokens] = k_BKTD.mT.to(cache.dtype)
+            cache.values[i][slots_B, :, :num_tokens] = v_BKTD.to(cache.dtype)
             # the rest of the last layer only feeds logits, which prefill does not need; right padding needs no mask
             # besides the causal one
             if i + 1 < self.shape.num_layers:
@@ -157,15 +158,6 @@ class Decoder:
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), eps=self.shape.norm_eps) * weight
 
-    def _rope_tables(self) -> tuple[Tensor, Tensor]:
-        s = self.shape
-        # angles in float32, cast at the end: bfloat16 cannot tell large positions apart
-        exponents = torch.arange(0, s.head_dim, 2, device=self.device).float() / s.head_dim
-        positions = torch.arange(round_up(s.max_len), device=self.device)  # rounded up: padding has positions, too
-        angles = positions.float()[:, None] * (1.0 / s.rope_theta**exponents)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)
-
     def _targets(self) -> dict[str, Tensor]:
         """Map each Hugging Face tensor to its place, a view into a fused buffer."""
         s = self.shape
@@ -198,6 +190,15 @@ class Decoder:
         return targets
 
 
+def rope_tables(shape: DecoderShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine [L, D] of each position's angles in float32; the sine has rotate_half's minus sign."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=device).float() / shape.head_dim
+    positions = torch.arange(round_up(shape.max_len), device=device)  # rounded up: padding has positions, too
+    angles = positions.float()[:, None] * (1.0 / shape.rope_theta**exponents)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
 class KvCache:
     """Keys of all layers as [R, K, D, L] and values as [R, K, L, D]; position p of a row holds its p-th cached token.
 
@@ -206,6 +207,7 @@ class KvCache:
 
     def __init__(self, shape: DecoderShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_rows = self.length = 0
+        self.dtype = dtype
         self._num_heads, self._head_dim = shape.num_kv_heads, shape.head_dim
         empty = torch.zeros(0, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
         self.keys, self.values = [empty.mT] * shape.num_layers, [empty] * shape.num_layers

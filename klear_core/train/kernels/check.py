@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from klear_core import products
 from klear_core.config.train import AttentionKernel
 from klear_core.hf_config import HfConfig
 from klear_core.train.distributed import World
@@ -211,7 +212,13 @@ def prove_fast_paths(
     """
     attention.ask_for(kernel)
     sizes = ModelSizes.of(config, context_parallel=context_parallel)
-    mine = _proofs_of_process(Conditions(device=world.device, dtype=DTYPES[dtype], sizes=sizes))
+    dtypes = [DTYPES[dtype]]
+    # Where a CPU multiplies in bfloat16, all but the products stays in float32; see `half_linear`.
+    if world.device.type == "cpu" and dtype == "bfloat16" and products.instructions():
+        dtypes.append(torch.float32)
+    mine: list[Proof] = []
+    for tried in dtypes:
+        mine += _proofs_of_process(Conditions(device=world.device, dtype=tried, sizes=sizes))
     failed: dict[str, tuple[Proof, int]] = {}
     for rank, proofs in enumerate(world.gather(mine)):
         for proof in proofs:

@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from klear_core import products
 from klear_core.hf_config import HfConfig
 from klear_core.train.kernels import attention, fused
 from klear_core.train.kernels.fused import kernels
+from klear_core.train.kernels.half_linear import PRODUCTS
 from klear_core.train.kernels.registry import Run
 from klear_core.train.logps import HALF, fused_loss, passes_on, token_logps
 
@@ -108,6 +110,8 @@ def why_missing(name: str, sizes: ModelSizes) -> str:
         return attention.why_no_faster(name)
     if name == attention.VARLEN_ATTN and not attention.has_varlen_attn():
         return "this torch has no torch.nn.attention.varlen"
+    if name == PRODUCTS and not products.instructions():
+        return "this processor has no instructions for bfloat16 (AVX512_BF16 or AMX)"
     has_c = True
     if name == attention.COMPILED_C:
         has_c = attention.has_library(sizes.head_dim)

@@ -162,7 +162,7 @@ def _project(x: Tensor, *projections: nn.Linear) -> Tensor:
     One wide product is faster than narrow ones, and its gradient for x needs no sum. A layer with a LoRA adapter is
     more than its weight, so it is called.
     """
-    if any(type(p) is not nn.Linear for p in projections):
+    if any(type(p) is not nn.Linear for p in projections):  # also a layer that multiplies in bfloat16
         return torch.cat([p(x) for p in projections], dim=-1)
     return F.linear(x, torch.cat([p.weight for p in projections]))
 

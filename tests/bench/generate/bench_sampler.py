@@ -12,35 +12,44 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, models
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams
+from klear_core.train.model import DTYPES, Dtype
 
 BATCH_SIZES, PROMPT_LEN, NEW_TOKENS, GROUP, VOCAB = (64, 256, 512), 24, 80, 8, 264
 END_IDS, NEVER_ID, PAD_ID = list(range(200, 209)), VOCAB, 256
 """Nine of 264 nearly equal tokens end an answer after some 29; an id beyond the vocabulary never does."""
 TARGET_RATIO, REPEATS = 5.0, 5
+TARGET_GIVEN = 3.0
+"""Of a model of 100 million parameters, at whose size matrix products are most of the time."""
 TARGET_RATE = 24_000.0
 """Tokens per CPU second at 256 rows, one thread; what a hand-written sampler of this model reached before."""
 
 
-def measure() -> list[dict[str, object]]:
-    """Ratios engine over transformers: each side's best of five after a warm-up, in turns, for a machine's speed changes by the second."""
+def measure(model: Path | None = None) -> list[dict[str, object]]:
+    """Ratios engine over transformers: each side's best of five after a warm-up, in turns, for a machine's speed changes by the second.
+
+    A given `model` is measured at 64 rows in float32 and bfloat16, against the faster dtype of transformers.
+    """
     torch.set_num_threads(1)
+    if model is not None:
+        return _measure_given(model)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for ends in (False, True):
-            model = _model(Path(folder), ends=ends)
+            tiny = _model(Path(folder), ends=ends)
             for batch_size in BATCH_SIZES:
                 prompts = _prompts(batch_size // GROUP, is_mixed=ends)
                 runs = [
-                    (_engine_run(Path(folder), prompts), _transformers_run(model, prompts)) for _ in range(1 + REPEATS)
+                    (_engine_run(Path(folder), prompts), _transformers_run(tiny, prompts)) for _ in range(1 + REPEATS)
                 ]
                 (ours, our_logp), (theirs, their_logp) = (_best(side[1:]) for side in zip(*runs, strict=True))
                 name = f"sampler/{'rollout' if ends else 'full_length'}_{batch_size}"
@@ -62,16 +71,37 @@ def measure() -> list[dict[str, object]]:
     return rows
 
 
+def _measure_given(folder: Path) -> list[dict[str, object]]:
+    prompts = _prompts(BATCH_SIZES[0] // GROUP, is_mixed=False)
+    theirs = {dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for dtype in DTYPES}
+    for model in theirs.values():
+        model.generation_config.eos_token_id = None  # of full length; ours may end earlier
+    runs: dict[str, list[tuple[int, float, float]]] = {}
+    for _ in range(3):
+        for dtype, given in theirs.items():
+            runs.setdefault(f"klear_{dtype}", []).append(_engine_run(folder, prompts, dtype))
+            runs.setdefault(f"transformers_{dtype}", []).append(_transformers_run(given, prompts))
+    rates = {side: _best(found)[0] for side, found in runs.items()}
+    best = max(rates["transformers_float32"], rates["transformers_bfloat16"])
+    name, ratio = f"sampler/{folder.name}_{BATCH_SIZES[0]}", rates["klear_bfloat16"] / best
+    rows = [_row(f"{name}/{side}", rate, "tokens/cpu-s", "", True, folder) for side, rate in rates.items()]
+    rows.append(
+        _row(f"{name}/float32_ratio", rates["klear_float32"] / rates["transformers_float32"], "x", "", True, folder)
+    )
+    rows.append(_row(f"{name}/ratio_of_best", ratio, "x", f">= {TARGET_GIVEN:g}", ratio >= TARGET_GIVEN, folder))
+    return rows
+
+
 def _prompts(num_prompts: int, *, is_mixed: bool) -> list[list[int]]:
     lengths = [PROMPT_LEN // 2 + (5 * i) % PROMPT_LEN if is_mixed else PROMPT_LEN for i in range(num_prompts)]
     return [[65 + (7 * i + j) % 60 for j in range(length)] for i, length in enumerate(lengths)]
 
 
-def _row(name: str, value: float, unit: str, target: str, is_ok: bool) -> dict[str, object]:
+def _row(name: str, value: float, unit: str, target: str, is_ok: bool, folder: Path | None = None) -> dict[str, object]:
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "parameters": "d64 L3 H4 K2 ff192, float32, 1 thread",
+        "parameters": "d64 L3 H4 K2 ff192, float32, 1 thread" if folder is None else f"{folder.name}, 1 thread",
     }
     return {"name": name, "value": value, "unit": unit, "target": target, "ok": is_ok, "versions": versions}
 
@@ -81,7 +111,7 @@ def _best(runs: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
     return max(tokens / cpu_s for tokens, cpu_s, _ in runs), runs[0][2]
 
 
-def _engine_run(folder: Path, prompts: list[list[int]]) -> tuple[int, float, float]:
+def _engine_run(folder: Path, prompts: list[list[int]], dtype: Dtype = "float32") -> tuple[int, float, float]:
     params = SamplingParams(
         num_samples=GROUP,
         temperature=1.0,
@@ -93,7 +123,7 @@ def _engine_run(folder: Path, prompts: list[list[int]]) -> tuple[int, float, flo
     )
 
     async def main() -> tuple[int, float, float]:
-        engine = TorchEngine(folder, TorchEngineConfig(), num_threads=1)
+        engine = TorchEngine(folder, TorchEngineConfig(dtype=dtype), num_threads=1)
         started = time.process_time()
         groups = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
         cpu_s = time.process_time() - started
@@ -104,7 +134,7 @@ def _engine_run(folder: Path, prompts: list[list[int]]) -> tuple[int, float, flo
     return asyncio.run(main())
 
 
-def _transformers_run(model: Qwen3ForCausalLM, prompts: list[list[int]]) -> tuple[int, float, float]:
+def _transformers_run(model: Any, prompts: list[list[int]]) -> tuple[int, float, float]:
     """Its default, dynamic cache, which is its fastest on CPU at these sizes; log-probs too, as RL needs them."""
     torch.manual_seed(0)
     longest = max(len(prompt) for prompt in prompts)

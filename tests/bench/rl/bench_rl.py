@@ -1,14 +1,20 @@
 """RL against TRL's GRPOTrainer: tokens a CPU-second of whole steps on the laptop model, and every loss on the same rows.
 
+With a given model: whole steps alone, ours in bfloat16 against TRL's default and TRL in bfloat16.
+
 TRL is no dependency of ours: `pip install trl` into an environment that has Klear, then `klear bench rl`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,7 +24,7 @@ from typing import Any
 
 import torch
 
-from klear_core.config.evaluate import SamplingConfig
+from klear_core.config.evaluate import SamplingConfig, TorchEngineConfig
 from klear_core.config.losses import CispoConfig, ClipConfig, GspoConfig, LossConfig
 from klear_core.config.rl import RewardConfig, RlConfig, RlOptimConfig, RolloutConfig
 from klear_core.config.train import TinyModelConfig
@@ -29,7 +35,7 @@ from klear_core.rl.loop import run_rl
 from klear_core.rl.objective import Denominators, loss_head, make_batch
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.base_model import model_folder, prepare_base
-from klear_core.train.model import load_model
+from klear_core.train.model import Dtype, load_model
 from klear_core.train.packing import pack
 from klear_core.train.step import grad_norm
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, TrainSample, Verdict
@@ -37,7 +43,7 @@ from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem
 TARGET_PROMPTS, MORE_PROMPTS, GROUP, NEW_TOKENS, STEPS, LR = 8, 32, 8, 64, 6, 3e-4
 """The target holds for 64 rows a step; 256 are measured beside it, for TRL gains more from larger batches than Klear does."""
 TARGET_RATIO = 3.0
-ROUNDS = 5
+ROUNDS, GIVEN_ROUNDS = 5, 1
 """Both sides by turns, for a machine's speed changes by the minute; what counts is the median of the rounds' ratios."""
 NUM_ROWS, PROMPT_LEN = 12, 5
 QUESTIONS = [f"What is {i} + {i * 3}?" for i in range(64)]
@@ -68,7 +74,25 @@ CASES = (
 )
 
 
-def measure() -> list[dict[str, object]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What a round of whole steps trains."""
+
+    num_prompts: int = TARGET_PROMPTS
+    steps: int = STEPS
+    lr: float = LR
+    dtype: Dtype = "float32"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step."""
+        return self.num_prompts * GROUP
+
+
+DEMO = Size()
+
+
+def measure(model: Path | None = None) -> list[dict[str, object]]:
     """Losses and gradients case by case, then whole steps of both sides on one thread."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     try:
@@ -79,7 +103,10 @@ def measure() -> list[dict[str, object]]:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     entries = []
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
     with tempfile.TemporaryDirectory() as folder:
+        if model is not None:
+            return [_entry(*e, versions | {"model": model.name}) for e in _given_rates(model, Path(folder))]
         base = Path(folder) / "base"
         base.mkdir()
         prepare_base(TinyModelConfig(), seed=0, workdir=base, telemetry=NullTelemetry())
@@ -91,24 +118,67 @@ def measure() -> list[dict[str, object]]:
                 entries.append((f"rl/{what}_gap/{case.name}", gap, "relative", "<= 1e-4", gap <= 1e-4))
         for num_prompts in (TARGET_PROMPTS, MORE_PROMPTS):
             entries += _rates(base, Path(folder), num_prompts)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-    return [
-        {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
-    ]
+    return [_entry(*e, versions) for e in entries]
+
+
+def _entry(name: str, value: float, unit: str, target: str, ok: bool, versions: dict[str, str]) -> dict[str, object]:
+    return {"name": name, "value": value, "unit": unit, "target": target, "ok": ok, "versions": versions}
+
+
+def _given_rates(model: Path, workdir: Path) -> list[tuple[str, float, str, str, bool]]:
+    """One prompt a step and three steps, of which the first warms up; each side in a process of its own, for its memory."""
+    rates: dict[str, list[float]] = {}
+    peaks: dict[str, float] = {}
+    for i in range(GIVEN_ROUNDS):
+        for side, dtype in (("klear", "bfloat16"), ("klear", "float32"), ("trl", "float32"), ("trl", "bfloat16")):
+            name = f"{side}_{dtype}"
+            command = [sys.executable, __file__, side, dtype, str(model), str(workdir / f"{name}-{i}")]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            rate, peak = json.loads(output.splitlines()[-1])
+            print(
+                f"{name}: {rate:.3g} tokens/s, {peak:.2f} GB", flush=True
+            )  # as it comes, because a side takes minutes
+            rates.setdefault(name, []).append(rate)
+            peaks[name] = max(peak, peaks.get(name, 0))
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    entries = []
+    for name, rate in medians.items():
+        entries.append((f"rl/tokens_per_cpu_s/{name}", rate, "sampled tokens/s", "-", True))
+        entries.append((f"rl/peak_memory/{name}", peaks[name], "GB", "-", True))
+    for theirs, target in (("trl_float32", TARGET_RATIO), ("trl_bfloat16", 2.0)):
+        ratio = medians["klear_bfloat16"] / medians[theirs]
+        entries.append((f"rl/tokens_per_cpu_s/ratio_of_{theirs}", ratio, "x", f">= {target:g}", ratio >= target))
+    return entries
+
+
+def _given_round(side: str, dtype: Dtype, model: Path, workdir: Path) -> tuple[float, float]:
+    """Return sampled tokens per CPU second, and the process's peak memory in GB."""
+    torch.set_num_threads(1)
+    size = Size(num_prompts=1, steps=3, lr=1e-6, dtype=dtype)
+    if side == "klear":
+        artifact = workdir / "base"
+        artifact.mkdir(parents=True)
+        model_folder(artifact).symlink_to(model.resolve())
+        rate = _klear_rate(artifact, workdir, size)
+    else:
+        rate = _trl_rate(model.resolve(), workdir, size)
+    return rate, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 def _rates(base: Path, workdir: Path, num_prompts: int) -> list[tuple[str, float, str, str, bool]]:
     rounds = []
     for i in range(ROUNDS):
         place = workdir / f"{num_prompts}-{i}"
-        rounds.append((_klear_rate(base, place / "klear", num_prompts), _trl_rate(base, place / "trl", num_prompts)))
-    ours, theirs = (statistics.median(rates) for rates in zip(*rounds, strict=True))
-    ratio = statistics.median(our_rate / their_rate for our_rate, their_rate in rounds)
+        size = Size(num_prompts=num_prompts)
+        ours, theirs = _klear_rate(base, place / "klear", size), _trl_rate(model_folder(base), place / "trl", size)
+        rounds.append((ours, theirs))
+    our_rate, their_rate = (statistics.median(rates) for rates in zip(*rounds, strict=True))
+    ratio = statistics.median(ours / theirs for ours, theirs in rounds)
     is_target = num_prompts == TARGET_PROMPTS
     name, target = f"rl/tokens_per_cpu_s/{num_prompts * GROUP}_rows", f">= {TARGET_RATIO:g}" if is_target else "-"
     return [
-        (f"{name}/klear", ours, "sampled tokens/s", "-", True),
-        (f"{name}/trl", theirs, "sampled tokens/s", "-", True),
+        (f"{name}/klear", our_rate, "sampled tokens/s", "-", True),
+        (f"{name}/trl", their_rate, "sampled tokens/s", "-", True),
         (f"{name}/ratio", ratio, "of TRL", target, not is_target or ratio >= TARGET_RATIO),
     ]
 
@@ -135,19 +205,22 @@ def _rows() -> list[TrainSample]:
     return rows
 
 
-def _config(case: Case | None = None, *, num_prompts: int = TARGET_PROMPTS) -> RlConfig:
+def _config(case: Case | None = None, *, size: Size = DEMO) -> RlConfig:
     rollout = RolloutConfig(
-        groups_per_step=num_prompts, samples_per_group=GROUP, sampling=SamplingConfig(max_new_tokens=NEW_TOKENS)
+        engine=TorchEngineConfig(dtype=size.dtype),
+        groups_per_step=size.num_prompts,
+        samples_per_group=GROUP,
+        sampling=SamplingConfig(max_new_tokens=NEW_TOKENS),
     )
     settings: dict[str, object] = {
-        "num_steps": STEPS,
+        "num_steps": size.steps,
         "minibatches_per_step": 1,
-        "optim": RlOptimConfig(lr=LR, warmup_steps=0, weight_decay=0),
+        "optim": RlOptimConfig(lr=size.lr, warmup_steps=0, weight_decay=0),
         "lm_coef": 0.0,
         "old_logps": "sampler",
         "reward": RewardConfig(missing_close=None, missing_open=None),
         "rollout": rollout,
-        "dtype": "float32",
+        "dtype": size.dtype,
         "runtime": {"device": "cpu"},
     }
     if case is not None:
@@ -165,7 +238,7 @@ def _klear_loss(rows: list[TrainSample], base: Path, case: Case) -> tuple[float,
 
 
 def _trl_loss(rows: list[TrainSample], base: Path, workdir: Path, case: Case) -> tuple[float, float]:
-    trainer = _trainer(base, workdir, case.trl)
+    trainer = _trainer(model_folder(base), workdir, case.trl)
     lengths = [len(r.token_ids) - PROMPT_LEN for r in rows]
 
     def right_padded(values: list[list[float]]) -> torch.Tensor:
@@ -196,8 +269,8 @@ def _digit_share(text: str) -> float:
 class _Clock(NullTelemetry):
     """CPU time and sampled tokens at the end of each step."""
 
-    def __init__(self, num_prompts: int) -> None:
-        self._num_rows = num_prompts * GROUP
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
         self.marks: list[tuple[float, float]] = []
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -209,7 +282,7 @@ class _Clock(NullTelemetry):
         return sum(tokens for _, tokens in self.marks[1:]) / (self.marks[-1][0] - self.marks[0][0])
 
 
-def _klear_rate(base: Path, workdir: Path, num_prompts: int) -> float:
+def _klear_rate(base: Path, workdir: Path, size: Size) -> float:
     reference = MathReference(answers=("0",))
     problems = [
         Problem(
@@ -221,16 +294,16 @@ def _klear_rate(base: Path, workdir: Path, num_prompts: int) -> float:
     async def judge(_problem: Problem, response: str) -> Verdict:
         return Verdict(outcome=Outcome.SCORED, score=_digit_share(response))
 
-    clock = _Clock(num_prompts)
-    job = RlSetup(cfg=_config(num_prompts=num_prompts), model=base, seed=0, workdir=workdir)
+    clock = _Clock(size.num_rows)
+    job = RlSetup(cfg=_config(size=size), model=base, seed=0, workdir=workdir)
     asyncio.run(run_rl(job, problems, judge, clock, LocalWorkers()))
     return clock.rate()
 
 
-def _trl_rate(base: Path, workdir: Path, num_prompts: int) -> float:
+def _trl_rate(folder: Path, workdir: Path, size: Size) -> float:
     from transformers import TrainerCallback
 
-    clock = _Clock(num_prompts)
+    clock = _Clock(size.num_rows)
 
     class Log(TrainerCallback):  # type: ignore[misc]
         def on_log(
@@ -239,28 +312,26 @@ def _trl_rate(base: Path, workdir: Path, num_prompts: int) -> float:
             if logs and "completions/mean_length" in logs:
                 clock.log({"rl/response/mean_tokens": logs["completions/mean_length"]}, step=0)
 
-    trainer = _trainer(base, workdir, EPS | {"loss_type": "dapo"}, num_prompts, callbacks=[Log()])
+    trainer = _trainer(folder, workdir, EPS | {"loss_type": "dapo"}, size, callbacks=[Log()])
     trainer.train()
     return clock.rate()
 
 
-def _trainer(
-    base: Path, workdir: Path, settings: Mapping[str, Any], num_prompts: int = TARGET_PROMPTS, **others: Any
-) -> Any:
+def _trainer(folder: Path, workdir: Path, settings: Mapping[str, Any], size: Size = DEMO, **others: Any) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     args = GRPOConfig(
         output_dir=str(workdir / "trl"),
         use_cpu=True,
-        bf16=False,
-        learning_rate=LR,
+        bf16=size.dtype == "bfloat16",
+        learning_rate=size.lr,
         lr_scheduler_type="constant",
-        max_steps=STEPS,
+        max_steps=size.steps,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
-        per_device_train_batch_size=GROUP * num_prompts,
+        per_device_train_batch_size=size.num_rows,
         num_generations=GROUP,
         max_completion_length=NEW_TOKENS,
         temperature=1.0,
@@ -268,12 +339,18 @@ def _trainer(
         gradient_checkpointing=False,
         disable_tqdm=True,
         disable_dropout=True,
+        model_init_kwargs={"dtype": size.dtype},
         **settings,
     )
     return GRPOTrainer(
-        model=str(model_folder(base)),
+        model=str(folder),
         reward_funcs=lambda completions, **_others: [_digit_share(c[0]["content"]) for c in completions],
         args=args,
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": q}]} for q in QUESTIONS]),
         **others,
     )
+
+
+if __name__ == "__main__":
+    our_or_their, its_dtype, its_model, its_place = sys.argv[1:]
+    print(json.dumps(_given_round(our_or_their, its_dtype, Path(its_model), Path(its_place))))  # type: ignore[arg-type]

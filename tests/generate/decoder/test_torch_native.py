@@ -13,14 +13,15 @@ from klear_core.generate.decoder.decode import Decoding, NativeStep, RowState, d
 from klear_core.generate.decoder.model import Decoder
 from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.engine import SamplingParams
+from klear_core.products import instructions
 
 PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in enumerate((1, 2, 17, 60))]
 STOP_ID = 70
 
 
-def load(folder: Path, **changes: int) -> Decoder:
+def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: int) -> Decoder:
     write_folder(folder, build_model(**changes))  # type: ignore[arg-type]
-    model = Decoder(read_shape(folder), dtype=torch.float32, device=torch.device("cpu"))
+    model = Decoder(read_shape(folder), dtype=dtype, device=torch.device("cpu"))
     model.load(folder)
     return model
 
@@ -82,12 +83,43 @@ def test_weights_that_are_not_finite_end_the_sampling_with_an_error(tmp_path: Pa
         sample(model, native)
 
 
-def test_without_compiler_half_precision_or_odd_heads_steps_run_as_torch(tmp_path: Path) -> None:
+def test_without_compiler_or_odd_heads_steps_run_as_torch(tmp_path: Path) -> None:
     model = load(tmp_path)
     assert NativeStep.of(model, compilers=("no-such-compiler",)) is None
-    assert NativeStep.of(Decoder(model.shape, dtype=torch.bfloat16, device=torch.device("cpu"))) is None
     (tmp_path / "odd").mkdir()
     assert NativeStep.of(load(tmp_path / "odd", head_dim=8)) is None
+
+
+needs_half = pytest.mark.skipif(not instructions(), reason="this processor has neither AVX512_BF16 nor AMX")
+
+
+@needs_half
+def test_compiled_steps_in_bfloat16_stay_near_those_in_float32(tmp_path: Path) -> None:
+    """Products of the sizes of this model lose 2^-9 of each input; logits of a few nats then move by hundredths."""
+    half, whole = load(tmp_path, torch.bfloat16), load(tmp_path)
+    greedy = {"temperature": 0.0}
+    compiled, plain = sample(half, native_of(half), **greedy), sample(whole, native_of(whole), **greedy)
+    gaps = []
+    for a, b in zip(compiled, plain, strict=True):
+        same = 0
+        while same < min(len(a.token_ids), len(b.token_ids)) and a.token_ids[same] == b.token_ids[same]:
+            same += 1
+        gaps += [abs(x - y) for x, y in zip(a.logps[:same], b.logps[:same], strict=True)]
+    assert len(gaps) > 100
+    assert 0 < sum(gaps) / len(gaps) < 0.05
+
+
+@needs_half
+def test_new_weights_reach_the_packed_copies(tmp_path: Path) -> None:
+    model = load(tmp_path, torch.bfloat16)
+    native = native_of(model)
+    before = [e.token_ids for e in sample(model, native)]
+    for weight in (*model.gate_up, *model.norm1, model.norm):
+        weight.mul_(1.5)
+    native.read_weights()
+    after = [e.token_ids for e in sample(model, native)]
+    assert after != before
+    assert after == [e.token_ids for e in sample(model, native_of(model))]
 
 
 # ---- from logits to a token

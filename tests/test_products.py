@@ -1,0 +1,62 @@
+"""Products of bfloat16 with float32 results, on processors that have instructions for them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from klear_core.products import PackedWeight, instructions, product
+
+pytestmark = pytest.mark.skipif(not instructions(), reason="this processor has neither AVX512_BF16 nor AMX")
+
+
+def drawn(*size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size))).bfloat16()
+
+
+def is_exact(found: Tensor, wanted: Tensor) -> bool:
+    """Up to the rounding of float32 sums, which is a thousandth of bfloat16's."""
+    return bool(torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-4))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 31, 33), (32, 32, 32), (33, 100, 65), (200, 576, 96)], ids=str)
+def test_products_of_all_layouts_are_those_of_float64(sizes: tuple[int, int, int]) -> None:
+    rows, terms, columns = sizes
+    a, b = drawn(rows, terms), drawn(terms, columns)
+    exact = a.double() @ b.double()
+    for left in (a, a.T.contiguous().T):
+        for right in (b, b.T.contiguous().T):
+            assert is_exact(product(None, left, right), exact)
+    strided = drawn(rows, 3 * terms)[:, ::3]
+    assert is_exact(product(None, strided, b), strided.double() @ b.double())
+
+
+def test_a_product_is_added_to_a_total_in_place() -> None:
+    a, b, total = drawn(40, 50), drawn(50, 70), torch.full((40, 70), 1e3)
+    assert product(total, a, b) is total
+    assert is_exact(total, 1e3 + a.double() @ b.double())
+
+
+def test_inputs_are_rounded_to_nearest_with_ties_to_even() -> None:
+    # bfloat16 has steps of 2^-7 at 1: half a step goes to the even neighbour, more goes up.
+    x = torch.tensor([[1 + 2**-8], [1 + 3 * 2**-8], [1 + 2**-8 + 2**-20], [-1 - 2**-8]])
+    out = torch.empty(4, 1)
+    PackedWeight(torch.ones(1, 1, dtype=torch.bfloat16)).multiply(x, out)
+    assert out[:, 0].tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0]
+    assert torch.equal(out, x.bfloat16().float())
+
+
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:
+    x, weight = torch.randn(70, 100), PackedWeight(drawn(90, 100))
+    whole, alone = torch.empty(70, 90), torch.empty(1, 90)
+    weight.multiply(x, whole)
+    for i in (0, 17, 69):
+        weight.multiply(x[i : i + 1], alone)
+        assert torch.equal(alone[0], whole[i])
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    x = torch.tensor([[torch.nan], [torch.inf], [-torch.inf]])
+    out = torch.empty(3, 1)
+    PackedWeight(torch.ones(1, 1, dtype=torch.bfloat16)).multiply(x, out)
+    assert out.isnan()[:, 0].tolist()[0]
+    assert not out.isfinite().any()
