@@ -31,7 +31,7 @@ from klear_core.rl.step_metrics import TokenStats
 from klear_core.sft.loop import sft_heads
 from klear_core.train.distributed import World, parallelise
 from klear_core.train.kernels import attention, registry
-from klear_core.train.kernels.check import Conditions
+from klear_core.train.kernels.check import Conditions, prove_in_process
 from klear_core.train.kernels.check_cases import ModelSizes
 from klear_core.train.kernels.fused import fuse
 from klear_core.train.logps import HeadOutput, TokenLogps, fused_loss, passes_on, token_logps
