@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -137,6 +138,8 @@ def tracked_run(
     """
     show_core_logs()
     make_terminations_interrupts()
+    # Compiled graphs are found again by later engines, in a container too, whose home folder ends with it.
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(workspace_root(config.workspace) / "cache" / "vllm"))
     # Also outside of stages: Prefect writes results to the workspace.
     with lost_interrupts_sent_again(), DiskErrors(workspace_root(config.workspace)):
         if _has_server():

@@ -310,8 +310,9 @@ def _split(split: Split) -> str:
 
 def _assumptions(config: PipelineConfig) -> str:
     h = config.hardware
+    mfu = "a share that follows from kernel and row length" if h.mfu is None else f"{100 * h.mfu:.0f} %"
     return (
-        f"GPU-hours are upper bounds, of answers of full length, and estimated: training at {100 * h.mfu:.0f} % of "
+        f"GPU-hours are upper bounds, of answers of full length, and estimated: training at {mfu} of "
         f"{h.peak_tflops:g} TFLOP/s, decoding at {100 * h.decoding_efficiency:.0f} % of {h.memory_tb_per_s:g} TB/s "
         "(hardware.*)"
     )

@@ -101,6 +101,8 @@ class RankActor:
     """Run one learner rank. `take_reports` runs on a thread of its own, while another call works."""
 
     def __init__(self) -> None:
+        # Read when torch is imported: rows of many lengths would leave the GPU's memory in pieces.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         self._outbox = Outbox()
         self._exit = ExitStack()  # never closed: the process group lasts as long as the actor
 

@@ -322,9 +322,9 @@ class HardwareConfig(Settings):
     """Memory of one GPU in gigabytes of 1e9 bytes. None: that of the GPUs here; without any, no memory is checked."""
     peak_tflops: float = Field(default=989.0, gt=0)
     """Dense bf16 TFLOP/s of one GPU; H100 and H200 (NVIDIA's data sheet). A100: 312."""
-    mfu: float = Field(default=0.4, gt=0, le=1)
-    """Share of the peak that training reaches, recomputation not counted. An assumption: 0.3 to 0.5 is usual for dense
-    models."""
+    mfu: float | None = Field(default=None, gt=0, le=1)
+    """Share of the peak that training reaches, recomputation not counted; `klear bench gpu` measures it. None: computed
+    from attention kernel, recomputation and row length (docs/scale.md)."""
     memory_tb_per_s: float = Field(default=3.35, gt=0)
     """Memory bandwidth of one GPU in TB/s, which bounds the speed of decoding; H100 (NVIDIA's data sheet).
     H200: 4.8."""

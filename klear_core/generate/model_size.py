@@ -181,6 +181,8 @@ def planned_size(model: ModelConfig) -> ModelSize | None:
 
 VALUE_BYTES = {"bfloat16": 2, "float32": 4}
 """Bytes of a weight, or of a number in the KV cache, by the engine's dtype."""
+_DECODING_PRODUCTS = 0.4
+"""Share of the peak that the products of a large decoding batch reach. Ours; not measured on a GPU."""
 _WORKSPACE_GB = 3.0
 """Memory per GPU for activations of the largest batch, CUDA graphs and NCCL. Ours; not measured on a GPU."""
 
@@ -235,7 +237,7 @@ def step_seconds(
     weights = size.num_params * VALUE_BYTES[engine.dtype]
     reading_s = (weights + cached_tokens * _token_bytes(size, engine)) / bandwidth
     # A large batch is bound by arithmetic: two operations per weight and token.
-    computing_s = 2 * size.num_params * batch / (hardware.peak_tflops * 1e12 * hardware.mfu * ranks)
+    computing_s = 2 * size.num_params * batch / (hardware.peak_tflops * 1e12 * _DECODING_PRODUCTS * ranks)
     return max(reading_s, computing_s)
 
 

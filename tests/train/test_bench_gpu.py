@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flows.cli import bench
+from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime
 from klear_core.errors import ConfigError
 
 BENCH = runpy.run_path(str(Path(__file__).parents[1] / "bench" / "train" / "bench_gpu.py"))
@@ -45,7 +46,7 @@ def test_every_measure_of_the_gpu_benchmark_comes_out_of_a_tiny_model_on_cpu(dty
     found = {m["name"]: m for m in BENCH["measures"](tiny_plan(dtype=dtype))}
     runs = {
         f"{run}/{what}"
-        for run in ("sft/step", "rl/update", "length_8", "length_24")
+        for run in ("sft/step", "rl/update", "length_8", "length_24", "length_24/recompute_none")
         for what in ("mfu", "tokens_per_s", "memory")
     }
     assert runs | {"gpu/product/tflops", "gpu/peak/tflops", "head/products", "head/is_compiled"} <= found.keys()
@@ -53,6 +54,30 @@ def test_every_measure_of_the_gpu_benchmark_comes_out_of_a_tiny_model_on_cpu(dty
         assert math.isfinite(measure["value"]), name
         assert measure["value"] > 0 or name.endswith(("memory", "is_compiled")), name
         assert measure["ok"] == (measure["target"] == "-" or eval(f"{measure['value']!r} {measure['target']}")), measure
+
+
+@pytest.mark.slow
+def test_every_measure_of_an_engine_comes_out_of_our_sampler_on_cpu():
+    """In vLLM's place; its log-probs are the learner's, so that the gap is their rounding at every position."""
+    engine_bench = runpy.run_path(str(Path(__file__).parents[1] / "bench" / "generate" / "bench_gpu_engine.py"))
+    model = tiny_plan().model | {"vocab_size": 264, "head_dim": 16, "max_position_embeddings": 128}
+    plan = engine_bench["Plan"](
+        device=torch.device("cpu"),
+        dtype="float32",
+        model=model,
+        engines={"ours": TorchEngineConfig(runtime=TorchEngineRuntime(device="cpu"))},
+        num_answers=4,
+        num_cached=40,
+        num_new=8,
+        positions=(10, 60),
+    )
+    found = {m["name"]: m["value"] for m in engine_bench["measures"](plan)}
+    assert found.keys() == {
+        f"ours/{what}" for what in ("start", "prefill", "decoding", "weights_from_disk", "gap_at_10", "gap_at_60")
+    }
+    assert found["ours/gap_at_10"] < 1e-4
+    assert found["ours/gap_at_60"] < 1e-4
+    assert all(value > 0 for name, value in found.items() if "gap" not in name)
 
 
 def test_the_measured_model_is_qwen3_1_7b():

@@ -25,7 +25,7 @@ from klear_core.config.evaluate import HardwareConfig, HttpEngineConfig, VllmEng
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, RlJob, SftJob, Stage, TagJob
-from klear_core.config.train import ModelConfig, SftConfig
+from klear_core.config.train import ModelConfig, SftConfig, TrainRuntime
 from klear_core.generate.model_size import VALUE_BYTES, ModelSize, engine_fit, planned_size
 from klear_core.pipeline.costs.memory import (
     LearnerPeak,
@@ -350,9 +350,10 @@ def gpu_hours(config: PipelineConfig, stage: Stage, size: ModelSize | None, *, m
             if training.dtype != "bfloat16":
                 return None
             flops = _flops(size, max_tokens, training.max_tokens, operations=_TRAINING_FLOPS)
-            return flops / _speed(hardware) / 3600
+            return flops / learning_speed(hardware, size, training, training.max_tokens) / 3600
         case RlConfig():
-            learning = _rl_flops(training, size) / _speed(hardware) / 3600
+            longest = training.rollout.sampling.max_new_tokens
+            learning = _rl_flops(training, size) / learning_speed(hardware, size, training, longest) / 3600
             return _rl_gpu_hours(training, use, learning=learning, sampling=sampling)
         case _:
             assert_never(training)
@@ -435,5 +436,28 @@ def _flops(size: ModelSize, num_tokens: int, row_tokens: int, *, operations: int
     return operations * num_tokens * (weights + attention)
 
 
-def _speed(hardware: HardwareConfig) -> float:
-    return hardware.peak_tflops * 1e12 * hardware.mfu
+_PRODUCTS_REACH = 0.51
+"""Share of the peak that a training step's matrix products reach, with all that is between them."""
+_ATTENTION_REACHES = {"torch": 0.31, "FA3": 0.54, "FA4": 0.54}
+"""The same of attention, by kernel. Both computed from published speeds on an H100; `klear bench gpu` measures them."""
+
+
+def assumed_mfu(hardware: HardwareConfig, size: ModelSize, runtime: TrainRuntime, row_tokens: int) -> float:
+    """Return the share of the peak that training rows of this length reaches, recomputation not counted.
+
+    The configured one, or the useful operations over the time that products and attention take at their own shares.
+    """
+    if hardware.mfu is not None:
+        return hardware.mfu
+    layers, head = size.num_layers * size.layer_params, size.vocab_size * size.hidden_size
+    # Of a token, in units of the products forward: backward is twice that, and attention computes its scores again.
+    attention = size.num_layers * size.query_size * row_tokens
+    again = 1 - runtime.keep_layers / size.num_layers if runtime.activation_checkpointing else 0.0
+    products_s = ((6 + 2 * again) * layers + 6 * head) / _PRODUCTS_REACH
+    attention_s = (7 + 2 * again) * attention / _ATTENTION_REACHES[runtime.attention]
+    return (6 * (layers + head) + 6 * attention) / (products_s + attention_s)
+
+
+def learning_speed(hardware: HardwareConfig, size: ModelSize, training: SftConfig | RlConfig, row_tokens: int) -> float:
+    """Return the useful operations per second of a GPU that trains rows of this length."""
+    return hardware.peak_tflops * 1e12 * assumed_mfu(hardware, size, training.runtime, row_tokens)

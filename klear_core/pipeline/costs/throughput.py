@@ -11,7 +11,7 @@ from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import SftConfig, TrainRuntime
 from klear_core.generate.model_size import ModelSize, engine_fit, step_seconds
-from klear_core.pipeline.costs.estimate import training_flops
+from klear_core.pipeline.costs.estimate import learning_speed, training_flops
 from klear_core.pipeline.costs.memory import learner_load, learner_peak
 from klear_core.pipeline.preflight.capacity import known_hardware, with_margin_gb
 from klear_core.train.balance import Item, RowWork, busy_bound, distribute, lockstep_work
@@ -204,8 +204,8 @@ def estimate_split(rl: RlConfig, size: ModelSize, hardware: HardwareConfig) -> S
 def _learning_gpu_s(rl: RlConfig, size: ModelSize, hardware: HardwareConfig, lengths: list[int]) -> float:
     """Return the seconds of one GPU for a step's updates and old log-probs."""
     num_rows = rl.rollout.groups_per_step * rl.rollout.samples_per_group
-    flops = sum(training_flops(rl, size, n, n) for n in lengths) / len(lengths)
-    return num_rows * flops / (hardware.peak_tflops * 1e12 * hardware.mfu)
+    seconds = sum(training_flops(rl, size, n, n) / learning_speed(hardware, size, rl, n) for n in lengths)
+    return num_rows * seconds / len(lengths)
 
 
 def _splits(rl: RlConfig, engine: VllmEngineConfig, size: ModelSize, gpu_gb: float) -> Iterator[tuple[int, int]]:

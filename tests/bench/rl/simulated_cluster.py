@@ -33,6 +33,8 @@ from klear_core.rl.groups import cut_minibatches
 from klear_core.train.balance import Item, busy_share, distribute
 from klear_core.types import Completion, Outcome, Problem, TrainSample, Verdict
 
+_MFU = 0.4
+"""Share of the peak that the simulated learner reaches (assumed)."""
 BLOCK = 64
 STEP_S, ANSWER_S, CACHED_S = 6.85e-3, 1.01e-5, 4.86e-8
 SUMS_S = 7e-4
@@ -305,7 +307,7 @@ class SimulatedLearner:
         # 6 operations a weight and token in the update and 2 for old log-probs; recomputation is no part of MFU.
         weights = size.num_layers * size.layer_params + size.vocab_size * size.hidden_size
         flops = sum(8 * n * (weights + size.num_layers * size.query_size * n) for n in lengths)
-        return flops / (hardware.peak_tflops * 1e12 * hardware.mfu * runtime.num_workers) / share
+        return flops / (hardware.peak_tflops * 1e12 * _MFU * runtime.num_workers) / share
 
     async def weights(self) -> WeightSource:
         return Path()

@@ -11,6 +11,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -22,13 +23,16 @@ import transformers
 from torch import Tensor
 
 from klear_core.config.rl import RlConfig
-from klear_core.config.train import OptimConfig
+from klear_core.config.train import AttentionKernel, OptimConfig
 from klear_core.errors import ConfigError
+from klear_core.hf_config import HfConfig
 from klear_core.rl.objective import Denominators, loss_head, make_batch
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.sft.loop import sft_heads
 from klear_core.train.distributed import World, parallelise
-from klear_core.train.kernels import attention
+from klear_core.train.kernels import attention, registry
+from klear_core.train.kernels.check import Conditions, prove_in_process
+from klear_core.train.kernels.check_cases import ModelSizes
 from klear_core.train.kernels.fused import fuse
 from klear_core.train.logps import HeadOutput, TokenLogps, fused_loss, passes_on, token_logps
 from klear_core.train.model import DTYPES, Dtype, FlopCount, Head, Policy, peak_flops
@@ -100,10 +104,31 @@ def measures(plan: Plan) -> Iterator[Measure]:
         yield entry(f"{name}/tokens_per_s", run.tokens / run.seconds, "tokens/s")
         yield entry(f"{name}/memory", run.gigabytes, "GB")
     for length in plan.lengths:
-        run = _train(plan, [_sft_row(plan, length, 0)], _sft, True)
-        yield entry(f"length_{length}/tokens_per_s", run.tokens / run.seconds, "tokens/s with activation checkpointing")
-        yield entry(f"length_{length}/mfu", run.flop / run.seconds / peak, "of peak")
-        yield entry(f"length_{length}/memory", run.gigabytes, "GB")
+        yield from _of_length(plan, peak, f"length_{length}", length)
+    longest = plan.lengths[-1]
+    # What `hardware.mfu` of a plan is computed from: each attention kernel that is here, and all activations kept.
+    for name in attention.FASTER:
+        kernel: AttentionKernel = "FA4" if name.endswith("FA4") else "FA3"
+        if plan.device.type == "cuda" and not attention.why_no_faster(name):
+            attention.ask_for(kernel)
+            sizes = ModelSizes.of(HfConfig.model_validate({"model_type": "qwen3", **plan.model}))
+            conditions = Conditions(device=plan.device, dtype=DTYPES[plan.dtype], sizes=sizes)
+            proof = next(found for found in prove_in_process(conditions) if found.name == name)
+            yield entry(f"{kernel}/error", proof.error, f"of what is allowed; it {proof.verdict}", most=1)
+            if proof.verdict == "agrees":
+                yield from _of_length(plan, peak, f"length_{longest}/{kernel}", longest)
+            registry.leave_out(name, "measured")
+    with suppress(torch.OutOfMemoryError):
+        yield from _of_length(plan, peak, f"length_{longest}/recompute_none", longest, activation_checkpointing=False)
+
+
+def _of_length(
+    plan: Plan, peak: float, name: str, length: int, *, activation_checkpointing: bool = True
+) -> Iterator[Measure]:
+    run = _train(plan, [_sft_row(plan, length, 0)], _sft, activation_checkpointing)
+    yield _entry(plan, f"{name}/tokens_per_s", run.tokens / run.seconds, "tokens/s")
+    yield _entry(plan, f"{name}/mfu", run.flop / run.seconds / peak, "of peak")
+    yield _entry(plan, f"{name}/memory", run.gigabytes, "GB")
 
 
 def _entry(
