@@ -174,7 +174,6 @@ class Facts:
         configured = [b.name for b in self.config.benchmarks if b.name in met]
         return tuple(dict.fromkeys([*configured, *met]))
 
-
     @property
     def dependence(self) -> str:
         """How the intervals over other problems take a benchmark's problems: as independent, or in clusters."""
