@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import typer
@@ -50,6 +50,7 @@ from klear_core.errors import ArtifactError, ConfigError, reporting
 
 _MAX_SHOWN = 20
 _MLFLOW_GC_S = 600.0
+_JUST_ENDED = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,8 @@ def roots_of(root: Path, entries: Mapping[str, Entry], runs: Sequence[ShownRun],
             why = f"run {run.record.run_id[:8]} is {run.record.state}"
         elif run.pin:
             why = f"run {run.record.run_id[:8]} is pinned: {run.pin}"
+        elif datetime.now(UTC) - run.record.updated_at < _JUST_ENDED:
+            why = f"run {run.record.run_id[:8]} ended less than an hour ago"  # its command may still show the result
         elif i < rules.last:
             why = f"run {run.record.run_id[:8]} is one of the last {rules.last}"
         if why:

@@ -187,8 +187,11 @@ class RunHistory:
         if record.state != "running":
             return record
         if self.folder(record.run_id).is_dir():
-            is_killed = record.host == os.uname().nodename and not is_locked(self.folder(record.run_id) / LOCK)
-            return record.model_copy(update={"state": "killed"}) if is_killed else record
+            if record.host != os.uname().nodename or is_locked(self.folder(record.run_id) / LOCK):
+                return record
+            # Read again: it may have ended well between the two looks, and says so before it gives the lock back.
+            latest = _parsed(_Local(self.root).read(record.run_id) or {}) or record
+            return latest.model_copy(update={"state": "killed"}) if latest.state == "running" else latest
         is_silent = datetime.now(UTC) - record.updated_at > SILENT_AFTER
         return record.model_copy(update={"state": "silent"}) if is_silent else record
 

@@ -192,7 +192,7 @@ def reruns_of_upgrade(config: PipelineConfig, chosen: Collection[str] | None = N
     needed = with_inputs(stages, names)
     ids = fingerprints_of(needed, config.workspace)
     store = open_store(config.workspace, checked_by="size")
-    entries = list(catalog(store).values())
+    newest = sorted(catalog(store).values(), key=lambda entry: entry.created_at, reverse=True)
     earlier: dict[str, list[Manifest]] = {}
     reruns = []
     for stage in needed:
@@ -204,13 +204,15 @@ def reruns_of_upgrade(config: PipelineConfig, chosen: Collection[str] | None = N
         for record, fingerprints in zip(records, accepted, strict=True):
             before = earlier.get(stage.inputs.get(record.role, ""), [])
             fingerprints.update(manifest.fingerprint for manifest in before)
-        found = [
-            manifest
-            for manifest in _manifests(store, [e for e in entries if (e.kind, e.stage) == (stage.kind, stage.name)])
-            if len(manifest.inputs) == len(accepted)
-            and all(i.fingerprint in those for i, those in zip(manifest.inputs, accepted, strict=True))
-            and _added_settings(stage.job, manifest) is not None
+        made_from_these = [
+            entry
+            for entry in newest
+            if (entry.kind, entry.stage) == (stage.kind, stage.name)
+            and len(entry.inputs) == len(accepted)
+            and all(i.rpartition("/")[2] in those for i, those in zip(entry.inputs, accepted, strict=True))
         ]
+        compared = _manifests(store, made_from_these[:_MAX_COMPARED])
+        found = [manifest for manifest in compared if _added_settings(stage.job, manifest) is not None]
         if found:
             earlier[stage.name] = found
             if stage.name in names:

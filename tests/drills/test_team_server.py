@@ -5,6 +5,7 @@ Needs PostgreSQL, Redis (Debian: postgresql, redis-server) and prefect-redis; wi
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pwd
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 def postgres_programs() -> Path | None:
     """The folder of PostgreSQL's programs; Debian has them in a folder of the version."""
     found = shutil.which("initdb")
-    return Path(found).parent if found else max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+    return Path(found).resolve().parent if found else max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
 
 
 class Databases:
@@ -64,7 +65,8 @@ class Databases:
         leaders = [psutil.Process(number), psutil.Process(self.redis.pid)]
         doomed = [*leaders, *(child for each in leaders for child in each.children(recursive=True))]
         for process in doomed:
-            process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):  # PostgreSQL's own end with their leader
+                process.send_signal(signal.SIGKILL)
         self.redis.wait()
         psutil.wait_procs(doomed, timeout=30)
 

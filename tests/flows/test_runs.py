@@ -40,7 +40,7 @@ def record(number: int = 1, **changes: object) -> RunRecord:
         "profile": "smoke",
         "state": "done",
         "started_at": NOW - timedelta(hours=1) + timedelta(seconds=number),
-        "updated_at": NOW,
+        "updated_at": NOW - timedelta(minutes=61),
         "host": HERE,
         "pid": 1,
     }
@@ -78,7 +78,7 @@ def test_a_run_whose_process_is_gone_is_killed_and_one_that_holds_its_lock_runs(
 def test_a_run_of_another_node_is_seen_through_the_store_and_is_silent_without_a_sign_of_life(tmp_path: Path):
     store = (tmp_path / "store").as_uri()
     there = RunHistory.of(tmp_path / "there", store=store)
-    there.share(record(1, state="running", host="node7"))
+    there.share(record(1, state="running", host="node7", updated_at=NOW))
     there.share(record(2, state="running", host="node7", updated_at=NOW - timedelta(minutes=6)))
     there.share(record(3, host="node7"))
     found = states(tmp_path / "here", store=store)
@@ -300,3 +300,11 @@ def test_the_page_links_reports_and_logs_and_takes_no_markup_from_a_run(tmp_path
 def test_the_page_serves_nothing_but_what_a_record_names(tmp_path: Path, path: str):
     put(tmp_path, record(1))
     assert answer(path, tmp_path)[0] == HTTPStatus.NOT_FOUND
+
+
+def test_a_run_that_ends_between_two_looks_at_it_is_not_taken_for_killed(tmp_path: Path):
+    """The record is read, then the run writes its end and gives its lock back, then the lock is looked at."""
+    put(tmp_path, record(1))
+    history = RunHistory.of(tmp_path)
+    (history.folder(record(1).run_id) / LOCK).write_text("process 1")
+    assert history._now(record(1, state="running")).state == "done"

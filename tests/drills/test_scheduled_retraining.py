@@ -1,0 +1,97 @@
+"""A schedule of a real server starts a retraining, which promotes and tells somebody; the next finds nothing new."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from prefect_server import ROOT, Server, once, server_and_worker
+from small_runs import SMALL
+
+from klear_core.artifacts.runs import RunHistory
+from klear_core.config.pipeline import WorkspaceConfig
+from tasks.model_registry import open_registry
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+]  # minutes on a quiet machine: Prefect schedules once a minute
+
+LENIENT = ("promote.first=any", "promote.max_truncated=1", "promote.max_no_answer=1", "promote.margin=100")
+
+
+class Receiver(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.got: list[dict[str, Any]] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        self.server.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as running:
+        Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture
+def server(tmp_path: Path, receiver: Receiver) -> Iterator[Server]:
+    (tmp_path / "prefect").mkdir()
+    hook = {"OPS_HOOK": f"http://127.0.0.1:{receiver.server_port}/"}
+    with server_and_worker(tmp_path / "prefect", settings=hook) as running:
+        running.prefect("deploy", "--name=retrain", cwd=ROOT)
+        yield running
+
+
+def runs_of(server: Server, deployment: str) -> list[dict[str, Any]]:
+    wanted = {"deployments": {"id": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC", "limit": 10}
+    found = server.post("/flow_runs/filter", wanted)
+    assert isinstance(found, list)
+    return found
+
+
+def test_a_schedule_promotes_and_tells_somebody_and_the_next_retraining_finds_nothing_new(
+    server: Server, receiver: Receiver, fresh: Path
+):
+    notify = 'workspace.notify={webhook_env="OPS_HOOK", events=["promoted", "refused", "failed", "waiting"]}'
+    parameters = {"profile": "smoke", "overrides": [*SMALL, *LENIENT, f"workspace.root={fresh}", notify]}
+    deployment = server.get("/deployments/name/klear-retrain/retrain")["id"]
+    soon = (datetime.now(UTC) + timedelta(seconds=20)).isoformat()
+    schedule = {"interval": 30 * 24 * 3600, "anchor_date": soon}
+    server.post(
+        f"/deployments/{deployment}/schedules", [{"schedule": schedule, "active": True, "parameters": parameters}]
+    )
+    first = once(lambda: runs_of(server, deployment), bool, timeout_s=300)[0]
+    assert server.wait(first["id"], timeout_s=1800)["state_type"] == "COMPLETED", server.logs(first["id"])
+    champion = open_registry(WorkspaceConfig(root=str(fresh)), "klear").champion()
+    assert champion is not None
+    assert champion.promotion.run == first["id"]
+    assert [(got["event"], got["run"]) for got in receiver.got] == [("promoted", first["id"])]
+    assert "becomes champion" in receiver.got[0]["line"]
+    assert first["id"] in receiver.got[0]["link"]
+
+    again = server.start_run("klear-retrain", "retrain", parameters)
+    assert server.wait(again, timeout_s=900)["state_type"] == "COMPLETED", server.logs(again)
+    newest = RunHistory.of(fresh).find(again)
+    assert newest.why.splitlines()[0] == "- no new data since the last run"
+    assert newest.why.splitlines()[1].startswith("- made: nothing; reused: benchmarks, curate, base, distill, sft, rl")
+    assert len(receiver.got) == 1
+    assert open_registry(WorkspaceConfig(root=str(fresh)), "klear").champion() == champion
