@@ -17,7 +17,7 @@ from ray.exceptions import OutOfMemoryError
 from klear_core.cluster.nodes import ray_nodes
 from klear_core.cluster.placement import Placement, Room, cpu_refusal, is_too_large_for_cpu, place_ranks
 from klear_core.cluster.rank_actors import LOGGER, Logged, Progressed, RankActor, Report, Reports
-from klear_core.cluster.ray_calls import LOST, START_S, Plan, Reservation, Restarts, awaited, cause_of
+from klear_core.cluster.ray_calls import LOST, START_S, Plan, Reservation, Restarts, awaited, cause_of, lost_nodes
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import GpuMemoryError, KlearError, ResourceError, TrainingError
 from klear_core.metrics import Heartbeat, Telemetry
@@ -45,6 +45,11 @@ log = logging.getLogger(__name__)
 class RanksLost(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
     """Learner ranks died; the message names them with their node, process id and reason."""
 
+    def __init__(self, message: str, nodes: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+        """Ids of the nodes that died with their ranks; empty if the processes alone died."""
+
 
 class Gang:
     """All learner ranks of a stage, one actor each. A process group cannot replace a rank: all start anew, or none."""
@@ -65,7 +70,10 @@ class Gang:
         self._has_gpus = gpus_per_rank > 0
         plan = plan or (lambda nodes: Placement(ranks=tuple(place_ranks(Room.of(nodes), self._runtime, gpus_per_rank))))
         self._reservation = Reservation(
-            plan, width=self._runtime.context_parallel, threads_per_rank=self._runtime.num_threads
+            plan,
+            width=self._runtime.context_parallel,
+            threads_per_rank=self._runtime.num_threads,
+            wait_s=runtime.wait_for_nodes_s,
         )
         self._telemetry = telemetry
         # Do not let Ray restart ranks: a new one must first load model and checkpoint, together with all others.
@@ -243,7 +251,9 @@ class Gang:
         lost |= {i: error for i, error in _failures(tasks).items() if isinstance(error, LOST)}
         named = [f"{self._name(i)} died: {_reason(error)}" for i, error in sorted(lost.items())]
         cause = next(iter(lost.values()))
-        found = RanksLost("; ".join(named))
+        # The next start must not plan on a node that is dead, which Ray notices only after some seconds.
+        places = self._reservation.placement.ranks
+        found = RanksLost("; ".join(named), await lost_nodes({places[i].node.node_id for i in lost if i < len(places)}))
         found.__cause__ = cause
         return found
 
@@ -351,7 +361,7 @@ async def _run(body: Body[Any], runtime: TrainRuntime, telemetry: Telemetry) -> 
                 runs = [rank.run.remote(body) for rank in gang.ranks]
                 results = await gang.wait(runs, "train", stall_timeout_s=gang.stall_s)
             except RanksLost as lost:
-                restarts.count("the learner", lost)
+                restarts.count("the learner", lost, lost.nodes)
                 gang.kill()
             else:
                 return results[0]  # the other ranks return None

@@ -212,6 +212,9 @@ class TrainRuntime(Settings):
     max_restarts: int = Field(default=3, ge=0)
     """Number of times that the learner resumes from its checkpoint, within the stage, after one of its processes
     died. Ours."""
+    wait_for_nodes_s: float = Field(default=1800, ge=0)
+    """Longest wait on a Ray cluster that lacks nodes which the plan needs, such as one that is being replaced. Ours: a
+    spot instance or a pod is back within minutes."""
 
     @model_validator(mode="after")
     def _contexts_divide_workers(self) -> TrainRuntime:

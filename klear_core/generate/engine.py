@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,8 @@ class EngineStats:
     """Tokens that speculative decoding guessed."""
     num_accepted: int = 0
     """Guessed tokens that were kept."""
+    tokens_per_s: tuple[float, ...] = ()
+    """Tokens of finished answers a second, of each engine of a pool."""
 
     def metrics(self, stage: str) -> dict[str, float]:
         """Return the metrics of a stage's engines."""
@@ -160,6 +163,9 @@ class EngineStats:
         }
         if self.num_drafted:
             found[f"{stage}/engine/accepted_frac"] = self.num_accepted / self.num_drafted
+        if self.tokens_per_s:
+            found[f"{stage}/engine/tokens_per_s"] = statistics.median(self.tokens_per_s)
+            found[f"{stage}/engine/least_tokens_per_s"] = min(self.tokens_per_s)
         return found
 
 

@@ -83,15 +83,17 @@ class Updater:
 
 
 def save_bad_batch(
-    folder: Path, rows: Sequence[DataclassInstance], *, step: int, num_skipped: int, max_skipped: int
+    folder: Path, rows: Sequence[DataclassInstance], *, step: int, num_skipped: int, max_skipped: int, rank: int = 0
 ) -> None:
     """Save the rows of a skipped update for inspection. Raise TrainingError if more than `max_skipped` were skipped.
 
-    `num_skipped` includes this one. It is part of the file name, because an RL step has several updates.
+    `num_skipped` includes this one. It is part of the file name, because an RL step has several updates. So is a rank
+    above 0, whose rows may be others.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:08d}-{num_skipped}.json"
-    temporary = folder / f"{path.name}.{os.getpid()}.tmp"  # all ranks write the same file at once
+    of_rank = f"-rank-{rank}" if rank else ""
+    path = folder / f"step-{step:08d}-{num_skipped}{of_rank}.json"
+    temporary = folder / f"{path.name}.{os.getpid()}.tmp"  # ranks of a context write the same file at once
     temporary.write_text(json.dumps([_spell_nonfinite(asdict(row)) for row in rows], allow_nan=False))
     temporary.replace(path)
     log.warning("step %d skipped: loss or gradient not finite; its rows are in %s", step, path)
