@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import EngineStats, InferenceEngine, SamplingParams, combined, load_of
+from klear_core.generate.engine import EngineStats, InferenceEngine, Pace, SamplingParams, combined, load_of
 from klear_core.types import Completion
 
 log = logging.getLogger(__name__)
@@ -353,39 +353,8 @@ class PooledEngine(InferenceEngine, Protocol):
         ...
 
 
-_AVERAGE_OVER = 20  # answers
-_FEWEST_ANSWERS = 4  # before an engine is compared with others
 _TOLD_BELOW = 0.5  # share of its requests below which an engine is named
 _SLOWER = 1.2  # times the seconds a token of the median engine, from which on an engine counts as slower
-
-
-@dataclass(slots=True)
-class Pace:
-    """Seconds that a request took for each of its tokens, averaged over an engine's last answers."""
-
-    seconds_per_token: float = 0.0
-    num_answers: int = 0
-    num_tokens: int = 0
-    """Tokens of all answers since `since`."""
-    since: float = 0.0
-    """Time of the last call of `rate`, or 0."""
-
-    def add(self, seconds: float, num_tokens: int) -> None:
-        """Count an answer."""
-        self.num_answers += 1
-        self.num_tokens += num_tokens
-        weight = 1 / min(self.num_answers, _AVERAGE_OVER)
-        self.seconds_per_token += weight * (seconds / max(1, num_tokens) - self.seconds_per_token)
-
-    def rate(self, at: float) -> float:
-        """Return the tokens a second since the last call."""
-        rate, self.num_tokens, self.since = self.num_tokens / max(1e-9, at - self.since), 0, at
-        return rate
-
-    @property
-    def is_known(self) -> bool:
-        """Return whether there were enough answers to compare it with others."""
-        return self.num_answers >= _FEWEST_ANSWERS
 
 
 def share_by_pace(slots: Sequence[Slot]) -> None:
