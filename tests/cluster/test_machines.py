@@ -21,7 +21,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
-LIMIT_S = 600.0  # it takes 100 s on two cores of its own
+LIMIT_S = 840.0  # it takes two minutes on two cores of its own
 QUICK_DEATH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 1000,
@@ -82,7 +82,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(made)
 
 
-@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.timeout(LIMIT_S + 50)
 def test_power_cuts_of_a_node_in_sft_and_rl_cost_no_bit(cluster: Cluster) -> None:
     """Ranks on two nodes. One is cut off, and another comes into the cluster some seconds later."""
     deadline = time.monotonic() + LIMIT_S
