@@ -79,7 +79,9 @@ class RemotePaths:
                 continue
             is_complete = self.local_store().exists(kind, fingerprint)
             if is_complete or age_of(folder) >= Ages().work:
-                log.info("deleting %s: %s", folder, "the stage is complete" if is_complete else "nobody goes on with it")
+                log.info(
+                    "deleting %s: %s", folder, "the stage is complete" if is_complete else "nobody goes on with it"
+                )
                 shutil.rmtree(folder, ignore_errors=True)  # another rank of this node may do the same
 
     def _local_root(self) -> Path:

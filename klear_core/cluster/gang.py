@@ -22,6 +22,7 @@ from klear_core.config.train import TrainRuntime
 from klear_core.errors import GpuMemoryError, KlearError, ResourceError, TrainingError
 from klear_core.metrics import Heartbeat, Telemetry
 from klear_core.train.distributed import Body
+from klear_core.waits import Silence, span
 
 _POLL_S = 0.5
 """Seconds between two polls of the ranks' reports, plus 0.01 for each rank: a thousand ranks are polled every 10 s."""
@@ -118,6 +119,7 @@ class Gang:
         """
         tasks = [asyncio.ensure_future(awaited(call)) for call in calls]
         seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
+        began, silence = time.monotonic(), Silence()
         try:
             while True:
                 poll_s = min(_POLL_S + 0.01 * len(self.ranks), max(0.0, deadline - time.monotonic()))
@@ -132,6 +134,8 @@ class Gang:
                     return [task.result() for task in tasks]
                 if seen != self._progress:
                     seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
+                silent_s = time.monotonic() - (deadline - stall_timeout_s)
+                silence.check(silent_s, lambda: f"the learner to {what}; last done: {self._last_done()}")
                 if time.monotonic() >= deadline:
                     await self._log_stacks()
                     raise TrainingError(
@@ -139,6 +143,7 @@ class Gang:
                         f"{self._last_done()}; the log has the stack of every rank"
                     )
         finally:
+            span("learner", what, began, time.monotonic())
             # Stops waiting; Ray goes on with the calls. No effect on those that are done.
             for task in tasks:
                 task.cancel()

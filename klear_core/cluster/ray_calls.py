@@ -20,6 +20,8 @@ from klear_core.cluster.placement import Node, Place, Placement
 from klear_core.cluster.rank_actors import Arrays, to_tensors
 from klear_core.errors import KlearError, ResourceError, TrainingError
 
+from klear_core.waits import waiting
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -83,7 +85,8 @@ class Restarts:
 async def within(awaitable: Awaitable[T], timeout_s: float, who: str, what: str) -> T:
     """Return a remote call's result or raise its original error; on a timeout TrainingError names `who` and `what`."""
     try:
-        return await asyncio.wait_for(awaited(awaitable), timeout_s)
+        with waiting(who, what):
+            return await asyncio.wait_for(awaited(awaitable), timeout_s)
     except RayTaskError as e:
         raise cause_of(e) from e
     except TimeoutError:

@@ -21,6 +21,7 @@ from typing import Protocol
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import EngineStats, InferenceEngine, Pace, SamplingParams, combined, load_of
 from klear_core.types import Completion
+from klear_core.waits import span
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +169,8 @@ class EnginePool:
                 slot.begin_close()
 
     def _send(self, slot: Slot, request: Request) -> None:
+        if not slot.running:
+            slot.busy_since = time.monotonic()
         slot.running[request] = None
         request.asking = asyncio.create_task(self._ask(slot, request))
 
@@ -199,6 +202,8 @@ class EnginePool:
                 request.answer.set_exception(error)
         else:
             slot.running.pop(request, None)
+            if not slot.running:
+                span(slot.engine.name, "sample", slot.busy_since, time.monotonic())
             slot.pace.add(now() - sent_at, max((len(c.token_ids) for c in completions), default=0))
             share_by_pace(self._slots)
             if not request.answer.done():
@@ -405,6 +410,8 @@ class Slot:
     num_in_vain: int = 0
     """Starts since the last answer."""
     pace: Pace
+    busy_since: float = 0.0
+    """Time of the monotonic clock at which it got its first request after none."""
     share: float = 1.0
     """Part of its limit that the engine is sent, below 1 if it is slower than the others."""
 

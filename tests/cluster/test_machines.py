@@ -56,14 +56,16 @@ class Cluster:
             str(root),
             "s3://klear/m",
         ]
-        command = f"{' '.join(head)} && exec {' '.join(driver)}"
+        command = f"until {' '.join(head)}; do sleep 1; done; exec {' '.join(driver)}"
         env = self.env | {"RAY_ADDRESS": self.head, NODE_ROOT: str(root)}
         self.made.start(1, ["/bin/bash", "-c", command], env, "driver.log")
 
     def start_node(self, number: int) -> None:
         node = [*RAY, f"--address={self.head}", f"--node-ip-address={self.made.address(number)}", "--num-cpus=1", STORE]
         env = self.env | {NODE_ROOT: str(self.made.disks / str(number) / "root")}
-        self.made.start(number, [*node, "--block"], env, f"node-{time.monotonic():.0f}.log")
+        # Again and again: on a busy machine a raylet may take longer than Ray waits for it.
+        again = f"until {' '.join(node)} --block; do sleep 1; done"
+        self.made.start(number, ["/bin/bash", "-c", again], env, f"node-{time.monotonic():.0f}.log")
 
     def said(self) -> str:
         return (self.made.disks / "1" / "driver.log").read_text()
