@@ -19,7 +19,6 @@ from klear_core.cluster.nodes import ray_nodes, when_there
 from klear_core.cluster.placement import Node, Place, Placement
 from klear_core.cluster.rank_actors import Arrays, to_tensors
 from klear_core.errors import KlearError, ResourceError, TrainingError
-
 from klear_core.waits import waiting
 
 if TYPE_CHECKING:

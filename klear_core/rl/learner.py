@@ -65,7 +65,7 @@ from klear_core.train.model import (
     without_adapters,
 )
 from klear_core.train.packing import MicroBatch
-from klear_core.train.step import StepResult, Updater, save_bad_batch
+from klear_core.train.step import PROFILES, StepResult, Updater, profiled, save_bad_batch
 from klear_core.types import TrainSample
 
 _OPTIMIZER = "optimizer"
@@ -193,7 +193,7 @@ class Learner:
         """
         for folder in (self._workdir / _OPTIMIZER, *self._saved_steps.states()):
             fetch_shards(folder)
-        return [SAVED_STEPS, _SKIPPED, FOLDER, _OPTIMIZER, "model"]
+        return [SAVED_STEPS, _SKIPPED, FOLDER, _OPTIMIZER, PROFILES, "model"]
 
     def shares(self, rows: Sequence[ArrayRow]) -> list[list[int]]:
         """Return the indices of the rows that each data rank computes in the next step; no tokens are needed.
@@ -218,7 +218,9 @@ class Learner:
         is_saved = step in self.cfg.runtime.save_steps
         if is_saved:
             self._saved_steps.begin(step, samples, self._policy, self._updater.optimizer)
-        metrics = self._learn(samples) | staleness(samples, version=self.version)
+        with profiled(self.cfg.runtime.profile_steps, step, self._workdir / PROFILES, rank=self.world.rank):
+            metrics = self._learn(samples)
+        metrics |= staleness(samples, version=self.version)
         self._release_cached_memory()
         self.version = step
         if is_saved:

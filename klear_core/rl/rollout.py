@@ -29,7 +29,6 @@ from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of, with_failed_values
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
-
 from klear_core.waits import Silence
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,25 @@ class Updater:
         else:
             self.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss=loss.item(), grad_norm=norm.item(), lr=lr, is_applied=is_applied, outputs=tuple(outputs))
+
+
+PROFILES = "profile"
+"""Folder of the recorded steps, in the working folder of a training."""
+
+
+@contextmanager
+def profiled(steps: tuple[int, int] | None, step: int, folder: Path, *, rank: int) -> Iterator[None]:
+    """Record the block with torch.profiler, as a Chrome trace, if `step` is within `steps`; both ends are included."""
+    if steps is None or not steps[0] <= step <= steps[1]:
+        yield
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as found:
+        yield
+    folder.mkdir(parents=True, exist_ok=True)
+    found.export_chrome_trace(str(folder / f"step-{step:08d}-rank-{rank}.json"))
 
 
 def save_bad_batch(

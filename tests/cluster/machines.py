@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-NETWORK = "10.77.93"
+NETWORK = f"10.77.{os.getpid() % 250}"  # another for each run of the tests on this machine
 HOST = f"{NETWORK}.254"
 """Address of this machine, where the object server listens."""
 
@@ -49,16 +49,9 @@ class Machines:
             (disk / folder).mkdir(parents=True, exist_ok=True)
         (disk / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n")
         own = {"DISK": str(disk), "DISKS": str(self.disks), "HOME": str(disk / "home")}
-        within = [
-            "ip",
-            "netns",
-            "exec",
-            f"{self.prefix}{number}",
-            "unshare",
-            "-mpf",
-            "--mount-proc",
-            "--kill-child=KILL",
-        ]
+        # A test that is killed takes its machines along.
+        within = ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", f"{self.prefix}{number}"]
+        within += ["unshare", "-mpf", "--mount-proc", "--kill-child=KILL"]
         with (disk / log).open("w") as output:
             process = subprocess.Popen(
                 [*within, "/bin/bash", "-ec", _ENTER, "machine", *command],
@@ -84,8 +77,8 @@ def _ip(*arguments: str) -> None:
 @contextmanager
 def machines(disks: Path, count: int) -> Iterator[Machines]:
     """Make the networks of machines 1 to `count`, and delete them afterwards; skip where that is not allowed."""
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("machines in namespaces need root, iproute2 and unshare")
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "setpriv"))):
+        pytest.skip("machines in namespaces need root, iproute2 and util-linux")
     made = Machines(disks, prefix=f"kl{os.getpid()}-")
     bridge = f"klb{os.getpid()}"
     try:
