@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, assert_never
@@ -353,8 +353,36 @@ class TeacherTrace:
     prompt_version: str
 
 
+class TokenCounts:
+    """Counts of a row that has its tokens, by looking at them; a row whose tokens are elsewhere knows its own."""
+
+    __slots__ = ()
+    token_ids: Sequence[int]
+    loss_mask: Sequence[bool]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Return the number of tokens that carry loss."""
+        return sum(self.loss_mask)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the number of tokens before the first that carries loss; all if none does."""
+        return self.loss_mask.index(True) if any(self.loss_mask) else len(self.token_ids)
+
+    @property
+    def prompt_key(self) -> Hashable:
+        """Return what rows share if and only if their prompts are equal."""
+        return tuple(self.token_ids[: self.num_prompt_tokens])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftExample:
+class SftExample(TokenCounts):
     """One training row; `loss_mask` is True on the tokens to learn."""
 
     problem_id: str
@@ -389,7 +417,7 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSample:
+class TrainSample(TokenCounts):
     """One rollout prepared for training: prompt and response tokens.
 
     Mask, logps and advantage are zero on the prompt.

@@ -19,6 +19,7 @@ from klear_core.artifacts.files import says_disk_full
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.errors import reporting
 from klear_core.metrics import METRICS_FILE, parse_row
+from klear_core.waits import waiting
 from tasks.mlflow_backend import (
     MAX_POINTS_PER_REQUEST,
     MetricPoint,
@@ -206,19 +207,23 @@ class StageRun:
             self._may_have_backlog = False
             self._connection.deliver_waiting(current_run=self._record.run_id, except_stage=self._record.stage)
 
+    def _last_sent(self) -> str:
+        return f"{'opened the run' if self._opened else 'nothing yet'}; {self._metrics.count()} values are unsent"
+
     def _send(self) -> bool:
         """Open the run if it is not open, and send the metrics that MLflow lacks; return whether MLflow took them."""
         if self._refusal or not self._connection.may_try:
             return False
         backend = self._connection.backend
         try:
-            if self._opened is None:
-                opened = backend.open(self._record)
-                # The record that an earlier attempt at this stage left is obsolete: this attempt continues its run.
-                self._connection.undelivered.forget(self._record)
-                self._metrics.skip_known(backend, opened.run_id)
-                self._opened = opened
-            self._metrics.send(backend, self._opened.run_id)
+            with waiting(f"MLflow at {self._connection.server}", "take the records of a stage", self._last_sent):
+                if self._opened is None:
+                    opened = backend.open(self._record)
+                    # The record that an earlier attempt at this stage left is obsolete: this attempt continues its run.
+                    self._connection.undelivered.forget(self._record)
+                    self._metrics.skip_known(backend, opened.run_id)
+                    self._opened = opened
+                self._metrics.send(backend, self._opened.run_id)
         except (Unreachable, OSError) as e:  # an OSError is one of reading the metrics file, which the message names
             self._connection.mark_unreachable(e)
             self._may_have_backlog = True

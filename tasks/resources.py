@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import psutil
 
 from klear_core.artifacts.remote_paths import remote_paths_of, share_given
-from klear_core.cluster.nodes import joins_a_cluster, plan_engines, plan_scorer, ray_nodes, require_listener
+from klear_core.cluster.nodes import (
+    cannot_join,
+    joins_a_cluster,
+    plan_engines,
+    plan_scorer,
+    ray_nodes,
+    require_listener,
+    when_there,
+)
 from klear_core.cluster.placement import gpus_here
 from klear_core.config.evaluate import EnginesRuntime, LocalEngineConfig
 from klear_core.config.pipeline import InlineEvalJob
@@ -62,6 +70,8 @@ class Needs:
 
     num_cpus: int
     object_store_bytes: int
+    wait_s: float = 0.0
+    """Longest wait for nodes that the cluster lacks."""
 
 
 def needs_of(cfg: RlConfig, model: Path) -> Needs:
@@ -77,6 +87,7 @@ def needs_of(cfg: RlConfig, model: Path) -> Needs:
         num_cpus=cfg.num_cpus,
         # Ray takes this memory from the machine's, of which learner and engines need the rest.
         object_store_bytes=min(wanted, psutil.virtual_memory().total // 2),
+        wait_s=cfg.runtime.wait_for_nodes_s,
     )
 
 
@@ -91,7 +102,12 @@ def learner_ranks(runtime: TrainRuntime, model: Path) -> Iterator[RunRanks]:
     if _is_one_on_this_cpu(runtime):
         yield run_here
         return
-    with ray_session(Needs(num_cpus=runtime.num_workers * runtime.num_threads, object_store_bytes=_STORE_FLOOR_BYTES)):
+    needs = Needs(
+        num_cpus=runtime.num_workers * runtime.num_threads,
+        object_store_bytes=_STORE_FLOOR_BYTES,
+        wait_s=runtime.wait_for_nodes_s,
+    )
+    with ray_session(needs):
         from klear_core.cluster.gang import check_device, run_on_ray
         from klear_core.train.base_model import model_folder
 
@@ -145,9 +161,8 @@ def ray_session(needs: Needs) -> Iterator[None]:
         try:
             with _kept_signal_handlers():
                 _init(address, needs)
-            resources = ray.cluster_resources()
-            _check_cpus(resources, needs, where=where)
-            _gpus_of_cluster[:] = [int(resources.get("GPU", 0))]
+            when_there(lambda: _check_cpus(ray.cluster_resources(), needs, where=where), wait_s=needs.wait_s)
+            _gpus_of_cluster[:] = [int(ray.cluster_resources().get("GPU", 0))]
             yield
         finally:
             ray.shutdown()
@@ -183,7 +198,7 @@ def _init(address: str | None, needs: Needs) -> None:
             )
     except Exception as e:  # a node that takes Ray's 30 s to start, on a busy machine, is a bare Exception
         if address:
-            raise ResourceError(f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {e}") from e
+            raise cannot_join(address, e) from e
         raise ResourceError(f"Ray cannot be started on this machine: {e}") from e
 
 

@@ -13,12 +13,12 @@ SECRET = "the-secret-key"
 
 
 @contextmanager
-def object_server(bucket: str) -> Iterator[str]:
-    """Start it with an empty bucket; yields its address."""
+def object_server(bucket: str, ip_address: str = "127.0.0.1") -> Iterator[str]:
+    """Start it with an empty bucket, on one of this machine's addresses; yields its address."""
     moto_server = pytest.importorskip("moto.server", reason="needs moto[server], of the extra `dev`")
     s3fs = pytest.importorskip("s3fs", reason="needs s3fs, of the extra `s3`")
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running = moto_server.ThreadedMotoServer(ip_address=ip_address, port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
     # servers of one process share their objects

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from klear_core.artifacts.files import BEING_CREATED, DISK_FULL, beside, write_whole
 from klear_core.errors import ConfigError, ResourceError, reporting
 from klear_core.metrics import made_progress
+from klear_core.waits import waiting
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +226,8 @@ class Bucket:
     def _errors(self) -> Iterator[None]:
         """Translate the errors of the file system's library; no message of ours repeats what may hold a key."""
         try:
-            yield
+            with waiting(f"the store {self.url} (host {self.host})", "answer a request"):
+                yield
             self._note_answer()
         except (ConfigError, ResourceError):
             raise

@@ -82,19 +82,19 @@ def leftovers(root: Path, entries: Mapping[str, Entry], roots: Mapping[str, str]
         name = f"{kind}/{fingerprint}"
         if name in entries:
             yield _item("unfinished work", path, "its artifact is complete", name=name)
-        elif name not in roots and _age(path) >= ages.work:
-            yield _item("unfinished work", path, f"untouched for {_age(path).days} days, and no kept run", name=name)
+        elif name not in roots and age_of(path) >= ages.work:
+            yield _item("unfinished work", path, f"untouched for {age_of(path).days} days, and no kept run", name=name)
     for folder, what in ((".aside", "set aside"), (".fetching", "partial copy")):
         for path in _in(artifacts / folder):
-            if _age(path) >= ages.work:
-                yield _item(what, path, f"{_age(path).days} days old")
+            if age_of(path) >= ages.work:
+                yield _item(what, path, f"{age_of(path).days} days old")
 
 
 def reports_of_failures(root: Path, kept_runs: Sequence[str], ages: Ages) -> Iterator[Item]:
     """Yield the reports of failed runs, without those of kept runs and young ones."""
     for path in _in(root / "failed"):
-        if path.name not in kept_runs and _age(path) >= ages.work:
-            yield _item("failed report", path, f"{_age(path).days} days old")
+        if path.name not in kept_runs and age_of(path) >= ages.work:
+            yield _item("failed report", path, f"{age_of(path).days} days old")
 
 
 def results_without_artifact(root: Path, going: Sequence[Item], entries: Mapping[str, Entry]) -> Iterator[Item]:
@@ -102,7 +102,7 @@ def results_without_artifact(root: Path, going: Sequence[Item], entries: Mapping
     left = entries.keys() - {item.name for item in going}
     for path in _in(root / "prefect-results"):
         kind, _, fingerprint = path.name.rpartition("-")
-        if f"{kind}/{fingerprint}" not in left and _age(path) >= timedelta(days=1):
+        if f"{kind}/{fingerprint}" not in left and age_of(path) >= timedelta(days=1):
             yield _item("cached result", path, "its artifact is gone", name=f"{kind}/{fingerprint}")
 
 
@@ -114,7 +114,7 @@ def _in(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _age(path: Path) -> timedelta:
+def age_of(path: Path) -> timedelta:
     """Return the time since anything in a file or folder was written last."""
     newest = max((_mtime(Path(parent)) for parent, _, _ in os.walk(path)), default=_mtime(path))
     for parent, _, names in os.walk(path):

@@ -6,6 +6,7 @@ from the shared store, a working folder is created.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -13,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.artifacts.files import file_lock, sha256_of
+from klear_core.artifacts.garbage import Ages, age_of
 from klear_core.artifacts.manifest import ArtifactId, FileRecord
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.shared import shared_url, write_shared
 from klear_core.artifacts.store import BUILDING, SHARED, LocalStore
 from klear_core.metrics import made_progress
+
+log = logging.getLogger(__name__)
 
 NODE_ROOT = "KLEAR_NODE_ROOT"
 """Environment variable of a node: its folder for artifacts; by default the same path as the driver's."""
@@ -58,9 +62,27 @@ class RemotePaths:
         # Code on this node that is only given the folder finds the store by this file, as on the driver's.
         if shared_url(root) != self.url:
             write_shared(root, self.url)
+        if root != self.root:  # the driver's own is ended by whoever made the stage
+            self._end_old_work(root, beside=relative.parts[1])
         workdir = root / relative
         workdir.mkdir(parents=True, exist_ok=True)
         return workdir
+
+    def _end_old_work(self, root: Path, *, beside: str) -> None:
+        """Delete this node's working folders of other stages that are complete, or that nobody has touched for a week.
+
+        Their driver is elsewhere, or gone. What a stage needs to go on is in the store.
+        """
+        for folder in sorted((root / BUILDING).glob("*")):
+            kind, _, fingerprint = folder.name.rpartition("-")
+            if folder.name == beside or not kind:
+                continue
+            is_complete = self.local_store().exists(kind, fingerprint)
+            if is_complete or age_of(folder) >= Ages().work:
+                log.info(
+                    "deleting %s: %s", folder, "the stage is complete" if is_complete else "nobody goes on with it"
+                )
+                shutil.rmtree(folder, ignore_errors=True)  # another rank of this node may do the same
 
     def _local_root(self) -> Path:
         return Path(os.environ.get(NODE_ROOT) or self.root)

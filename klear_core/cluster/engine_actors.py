@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayTaskError
 
+from klear_core.cluster.nodes import bind_to_node_address
 from klear_core.cluster.rank_actors import Arrays, to_tensors
 from klear_core.cluster.ray_calls import LOST, RemoteCall, awaited, cause_of, within
 from klear_core.errors import ResourceError
@@ -136,6 +137,7 @@ class RolloutActor:
         """Build the engine with the initial weights (version 0)."""
         from klear_core.train.base_model import model_folder
 
+        bind_to_node_address()  # before a process of the engine is started: weights may come directly from the learner
         setup = setup.on_this_node()
         cfg, folder = setup.cfg, model_folder(setup.model)
         threads = cfg.runtime.rollout_threads

@@ -17,11 +17,12 @@ from ray.exceptions import OutOfMemoryError
 from klear_core.cluster.nodes import ray_nodes
 from klear_core.cluster.placement import Placement, Room, cpu_refusal, is_too_large_for_cpu, place_ranks
 from klear_core.cluster.rank_actors import LOGGER, Logged, Progressed, RankActor, Report, Reports
-from klear_core.cluster.ray_calls import LOST, START_S, Plan, Reservation, Restarts, awaited, cause_of
+from klear_core.cluster.ray_calls import LOST, START_S, Plan, Reservation, Restarts, awaited, cause_of, lost_nodes
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import GpuMemoryError, KlearError, ResourceError, TrainingError
 from klear_core.metrics import Heartbeat, Telemetry
 from klear_core.train.distributed import Body
+from klear_core.waits import Silence, span
 
 _POLL_S = 0.5
 """Seconds between two polls of the ranks' reports, plus 0.01 for each rank: a thousand ranks are polled every 10 s."""
@@ -45,6 +46,11 @@ log = logging.getLogger(__name__)
 class RanksLost(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
     """Learner ranks died; the message names them with their node, process id and reason."""
 
+    def __init__(self, message: str, nodes: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+        """Ids of the nodes that died with their ranks; empty if the processes alone died."""
+
 
 class Gang:
     """All learner ranks of a stage, one actor each. A process group cannot replace a rank: all start anew, or none."""
@@ -65,7 +71,10 @@ class Gang:
         self._has_gpus = gpus_per_rank > 0
         plan = plan or (lambda nodes: Placement(ranks=tuple(place_ranks(Room.of(nodes), self._runtime, gpus_per_rank))))
         self._reservation = Reservation(
-            plan, width=self._runtime.context_parallel, threads_per_rank=self._runtime.num_threads
+            plan,
+            width=self._runtime.context_parallel,
+            threads_per_rank=self._runtime.num_threads,
+            wait_s=runtime.wait_for_nodes_s,
         )
         self._telemetry = telemetry
         # Do not let Ray restart ranks: a new one must first load model and checkpoint, together with all others.
@@ -110,6 +119,7 @@ class Gang:
         """
         tasks = [asyncio.ensure_future(awaited(call)) for call in calls]
         seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
+        began, silence = time.monotonic(), Silence()
         try:
             while True:
                 poll_s = min(_POLL_S + 0.01 * len(self.ranks), max(0.0, deadline - time.monotonic()))
@@ -124,6 +134,8 @@ class Gang:
                     return [task.result() for task in tasks]
                 if seen != self._progress:
                     seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
+                silent_s = time.monotonic() - (deadline - stall_timeout_s)
+                silence.check(silent_s, lambda: f"the learner to {what}; last done: {self._last_done()}")
                 if time.monotonic() >= deadline:
                     await self._log_stacks()
                     raise TrainingError(
@@ -131,6 +143,7 @@ class Gang:
                         f"{self._last_done()}; the log has the stack of every rank"
                     )
         finally:
+            span("learner", what, began, time.monotonic())
             # Stops waiting; Ray goes on with the calls. No effect on those that are done.
             for task in tasks:
                 task.cancel()
@@ -243,7 +256,9 @@ class Gang:
         lost |= {i: error for i, error in _failures(tasks).items() if isinstance(error, LOST)}
         named = [f"{self._name(i)} died: {_reason(error)}" for i, error in sorted(lost.items())]
         cause = next(iter(lost.values()))
-        found = RanksLost("; ".join(named))
+        # The next start must not plan on a node that is dead, which Ray notices only after some seconds.
+        places = self._reservation.placement.ranks
+        found = RanksLost("; ".join(named), await lost_nodes({places[i].node.node_id for i in lost if i < len(places)}))
         found.__cause__ = cause
         return found
 
@@ -351,7 +366,7 @@ async def _run(body: Body[Any], runtime: TrainRuntime, telemetry: Telemetry) -> 
                 runs = [rank.run.remote(body) for rank in gang.ranks]
                 results = await gang.wait(runs, "train", stall_timeout_s=gang.stall_s)
             except RanksLost as lost:
-                restarts.count("the learner", lost)
+                restarts.count("the learner", lost, lost.nodes)
                 gang.kill()
             else:
                 return results[0]  # the other ranks return None

@@ -6,10 +6,13 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, TypeVar
+
+import psutil
 
 from klear_core.cluster.placement import (
     Node,
@@ -24,7 +27,12 @@ from klear_core.config.evaluate import LocalEngineConfig, TorchEngineConfig
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
 
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
 _JOIN_TIMEOUT_S = 10.0
+_LOOK_S = 2.0  # between two looks at the cluster while nodes are missing
 
 
 def joins_a_cluster() -> bool:
@@ -54,7 +62,7 @@ def _nodes_at(address: str) -> tuple[Node, ...]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return ray_nodes()
     except (RayError, OSError, RuntimeError, ValueError) as e:
-        raise ResourceError(f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {e}") from e
+        raise cannot_join(address, e) from e
     finally:
         ray.shutdown()
 
@@ -73,6 +81,38 @@ def require_listener(address: str) -> None:
         ) from e
 
 
+def cannot_join(address: str, error: BaseException) -> ResourceError:
+    """Return the error for a cluster that listens and refuses this process.
+
+    Ray reports a wrong or missing token as a failed connection, so the remedy names it unless tokens are in use here.
+    """
+    has_token = os.environ.get("RAY_AUTH_MODE") == "token"
+    token = (
+        "is RAY_AUTH_TOKEN that of the cluster?"
+        if has_token
+        else "if the cluster was started with RAY_AUTH_MODE=token, set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN here"
+    )
+    return ResourceError(f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {error}; {token}")
+
+
+def when_there(plan: Callable[[], R], *, wait_s: float) -> R:
+    """Return what `plan` returns, once the nodes of the cluster suffice for it; warn once of what is missing.
+
+    Raise the ResourceError of `plan` after `wait_s`; at once if Ray runs on this machine alone, which stays as it is.
+    """
+    deadline, is_told = time.monotonic() + (wait_s if joins_a_cluster() else 0.0), False
+    while True:
+        try:
+            return plan()
+        except ResourceError as missing:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_told:
+                log.warning("waiting up to %g s for nodes of the Ray cluster: %s", wait_s, missing)
+                is_told = True
+        time.sleep(_LOOK_S)
+
+
 def ray_nodes() -> tuple[Node, ...]:
     """Return the living nodes of the Ray cluster that this process is connected to, in a fixed order."""
     import ray
@@ -85,6 +125,38 @@ def ray_nodes() -> tuple[Node, ...]:
             num_gpus = int(resources.get("GPU", 0))
             nodes.append(Node(name=name, node_id=node_id, num_cpus=resources.get("CPU", 0.0), num_gpus=num_gpus))
     return tuple(sorted(nodes, key=lambda node: (node.name, node.node_id)))
+
+
+_INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "=", "TP_SOCKET_IFNAME": ""}
+"""Variables that name the interface of a process group, with what precedes an exact name: NCCL's are prefixes."""
+
+
+def bind_to_node_address() -> None:
+    """Let the process groups of this actor use the interface that has Ray's address of its node.
+
+    By itself gloo advertises what the host's name resolves to, which on Debian is 127.0.1.1. Variables that are set
+    already are kept, and so is everything if no interface has the address, as behind a translated one.
+    """
+    import ray.util
+
+    if not ray.is_initialized():  # the actor's class is used without Ray
+        return
+    address = ray.util.get_node_ip_address()
+    interface = _interface_of(address)
+    if interface is None:
+        log.warning("no interface of this node has Ray's address of it, %s: process groups choose their own", address)
+        return
+    for name, exact in _INTERFACE_SETTINGS.items():
+        os.environ.setdefault(name, exact + interface)
+
+
+def _interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has this address; None if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        # IPv6 addresses of one link carry their scope: fe80::1%eth0
+        if address in (found.address.partition("%")[0] for found in addresses):
+            return name.partition(":")[0]  # eth0:1 is a second address of eth0
+    return None
 
 
 # ---- engine plan ----

@@ -26,6 +26,7 @@ from klear_core.config.train import TrainRuntime
 from klear_core.generate.engine import WeightOffer
 from klear_core.metrics import Heartbeat, NullTelemetry, heartbeat
 from klear_core.rl.interfaces import RlSetup
+from klear_core.rl.rows import ArrayRow, Tokens, with_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,12 +109,14 @@ class RankActor:
 
     def join(self, runtime: TrainRuntime, rank: int, init_method: str, level: int) -> None:
         """Join the process group of all ranks; keep log records from `level` on, for the driver."""
+        from klear_core.cluster.nodes import bind_to_node_address
         from klear_core.train.distributed import join_world
 
         logger = logging.getLogger(LOGGER)
         # The other ranks log what rank 0 logs; only their warnings may be about something of their own.
         logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
         logger.addHandler(QueueHandler(self._outbox))  # type: ignore[arg-type]
+        bind_to_node_address()
         self._host = urlsplit(init_method).hostname or ""  # of rank 0
         self._world = self._exit.enter_context(join_world(runtime, rank=rank, init_method=init_method))
 
@@ -218,6 +221,14 @@ class LearnerActor(RankActor):
     def call(self, method: Callable[[Learner, *Args], T], *args: *Args) -> T:
         """Call `method` with this rank's learner; see `LearnerHandle.call`."""
         return method(self._learner, *args)
+
+    def shares(self, counts: Sequence[ArrayRow]) -> list[list[int]]:
+        """Return which rows each data rank computes in the next step; see `Learner.shares`."""
+        return self._learner.shares(counts)
+
+    def step(self, counts: Sequence[ArrayRow], tokens: Tokens) -> dict[str, float]:
+        """Do one RL step with the tokens of this rank's rows; see `Learner.step`."""
+        return self._learner.step(with_tokens(counts, tokens))
 
     def weights(self, num_parts: int) -> tuple[bool | Arrays, ...]:
         """Return True and the weights in so many parts, each an object of its own.

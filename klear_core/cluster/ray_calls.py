@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -13,10 +15,11 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from klear_core.cluster.nodes import ray_nodes
+from klear_core.cluster.nodes import ray_nodes, when_there
 from klear_core.cluster.placement import Node, Place, Placement
 from klear_core.cluster.rank_actors import Arrays, to_tensors
 from klear_core.errors import KlearError, ResourceError, TrainingError
+from klear_core.waits import waiting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +32,8 @@ RemoteCall = Callable[[Any], Awaitable[Any]]
 
 LOST = (RayActorError, OutOfMemoryError)
 """Errors of a call whose actor is gone. OutOfMemoryError, no RayActorError, means Ray killed it to free memory."""
+_DEAD_NODE = re.compile(r"node has died\. Node Id: (\w+)")
+_LOOK_S = 1.0  # between two looks whether a node is alive
 START_S = 300.0  # least timeout for starting a process and loading a model, even if `stall_timeout_s` is shorter
 
 
@@ -53,17 +58,25 @@ class StoredWeights(Mapping[str, "Tensor"]):
 
 
 class Restarts:
-    """Count lost actors against the number of allowed restarts."""
+    """Count what cost a run some of its actors against the number of allowed restarts: a dead actor, or a dead node."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
         self.used = 0
+        self._lost_nodes: set[str] = set()
+        """Ids of the dead nodes that were counted; all of a node's actors die with it."""
 
-    def count(self, who: str, error: BaseException) -> None:
-        """Count one more lost actor. Raise TrainingError if that exceeds the limit."""
-        self.used += 1
+    def count(self, who: str, error: BaseException, nodes: frozenset[str] = frozenset()) -> None:
+        """Count one more lost actor, unless the death of its node was counted. Raise TrainingError above the limit.
+
+        `nodes` are those whose death cost the actor, if that is known and not in the error.
+        """
+        nodes |= dead_nodes(error)
+        is_new = not nodes or not nodes <= self._lost_nodes
+        self._lost_nodes |= nodes
+        self.used += is_new
         lost = f"{who} was lost ({error})" if isinstance(error, KlearError) else f"{who} was lost"
-        if self.used > self.allowed:
+        if is_new and self.used > self.allowed:
             raise TrainingError(f"{lost}; runtime.max_restarts = {self.allowed} allows no more") from error
         log.warning("%s (%s); starting another", lost, type(error).__name__)
 
@@ -71,11 +84,46 @@ class Restarts:
 async def within(awaitable: Awaitable[T], timeout_s: float, who: str, what: str) -> T:
     """Return a remote call's result or raise its original error; on a timeout TrainingError names `who` and `what`."""
     try:
-        return await asyncio.wait_for(awaited(awaitable), timeout_s)
+        with waiting(who, what):
+            return await asyncio.wait_for(awaited(awaitable), timeout_s)
     except RayTaskError as e:
         raise cause_of(e) from e
     except TimeoutError:
         raise TrainingError(f"stalled: waited {timeout_s:g} s for {who} to {what}") from None
+
+
+async def lost_nodes(nodes: Collection[str]) -> frozenset[str]:
+    """Return which of these nodes have died, once every other one has run a task: Ray takes seconds to find out."""
+    answers = await asyncio.gather(*map(_answers, nodes))
+    return frozenset(node_id for node_id, has_answered in zip(nodes, answers, strict=True) if not has_answered)
+
+
+async def _answers(node_id: str) -> bool:
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    while True:
+        asked = ray.remote(_pass).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
+        answer = asyncio.ensure_future(awaited(asked))
+        while not answer.done():
+            if not any(node.node_id == node_id for node in ray_nodes()):
+                answer.cancel()
+                return False
+            await asyncio.wait([answer], timeout=_LOOK_S)
+        if answer.exception() is None:
+            return True
+        await asyncio.sleep(_LOOK_S)  # it failed before Ray knew that the node is dead
+
+
+def _pass() -> None:
+    """Do nothing, on the node that is asked."""
+
+
+def dead_nodes(error: BaseException | None) -> set[str]:
+    """Return the ids of the nodes whose death this error, or one that it was raised from, reports."""
+    found: set[str] = set()
+    while error is not None:
+        found |= set(_DEAD_NODE.findall(" ".join(str(error).split())))
+        error = error.__cause__
+    return found
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -107,13 +155,17 @@ Plan = Callable[[Sequence[Node]], Placement]
 class Reservation:
     """The placement groups of all ranks, one for each context-parallel group of `width` ranks."""
 
-    def __init__(self, plan: Plan, *, width: int, threads_per_rank: int) -> None:
-        """Reserve nothing yet. `plan` chooses the places; a rank without a GPU reserves `threads_per_rank` CPUs."""
+    def __init__(self, plan: Plan, *, width: int, threads_per_rank: int, wait_s: float = 0.0) -> None:
+        """Reserve nothing yet. `plan` chooses the places; a rank without a GPU reserves `threads_per_rank` CPUs.
+
+        `wait_s` is the longest wait for nodes that are missing.
+        """
         self.placement = Placement(ranks=())
         """Places of ranks and engines; empty before `hold`."""
         self._plan = plan
         self._width = width
         self._threads_per_rank = threads_per_rank
+        self._wait_s = wait_s
         self._groups: list[PlacementGroup] = []
         self._lock = asyncio.Lock()
         """Held while places are reserved: ranks and engines that restart at once must not replace each other's."""
@@ -129,7 +181,8 @@ class Reservation:
             while not (self._groups and await self._are_ready(deadline)):
                 # First, because the new groups would wait for what these hold on nodes that live.
                 self.release()
-                self.placement = self._plan(ray_nodes())
+                plan = partial(when_there, lambda: self._plan(ray_nodes()), wait_s=self._wait_s)
+                self.placement = await asyncio.to_thread(plan)
                 self._reserve(self.placement.ranks)
 
     def _reserve(self, places: Sequence[Place]) -> None:

@@ -17,6 +17,7 @@ import ray
 from klear_core.artifacts.remote_paths import fetch_results
 from klear_core.cluster.engine_actors import RayEngine, RolloutActor
 from klear_core.cluster.gang import Gang, RanksLost
+from klear_core.cluster.nodes import when_there
 from klear_core.cluster.placement import check_cpu_is_meant, is_direct, place_rl, plan_gpus
 from klear_core.cluster.pools import build_cluster_judges
 from klear_core.cluster.rank_actors import LearnerActor, check_timeout_s, to_arrays
@@ -28,9 +29,10 @@ from klear_core.generate.factory import num_slots
 from klear_core.generate.pool import EngineLost, EnginePool
 from klear_core.hf_config import read_hf_config
 from klear_core.metrics import NullTelemetry
-from klear_core.rl.interfaces import Args, LearnerHandle, LearnerLost, RlSetup, T, check_engine
+from klear_core.rl.interfaces import STEP, Args, LearnerHandle, LearnerLost, RlSetup, T, check_engine
+from klear_core.rl.rows import counts_of, tokens_of
 from klear_core.train.base_model import model_folder
-from klear_core.types import Completion
+from klear_core.types import Completion, TrainSample
 from klear_core.verify import JudgePool
 
 if TYPE_CHECKING:
@@ -59,7 +61,11 @@ class RayWorkers:
         if not ray.is_initialized():
             raise ResourceError("Ray is not running in this process: call ray.init first")
         runtime, engine = setup.cfg.runtime, setup.cfg.rollout.engine
-        gpus = plan_gpus(runtime, engine, ray.cluster_resources().get("GPU", 0.0))
+        gpus = await asyncio.to_thread(
+            when_there,
+            lambda: plan_gpus(runtime, engine, ray.cluster_resources().get("GPU", 0.0)),
+            wait_s=runtime.wait_for_nodes_s,
+        )
         check_cpu_is_meant(runtime, engine, gpus, read_hf_config(model_folder(setup.model)).num_params)
         restarts = Restarts(runtime.max_restarts)
 
@@ -146,7 +152,7 @@ class RayLearner(LearnerHandle):
                 loads = [rank.load.remote(self._setup) for rank in self._gang.ranks]
                 await self._gang.wait(loads, "load the model", stall_timeout_s=timeout_s)
             except RanksLost as lost:
-                self._restarts.count("the learner", lost)
+                self._restarts.count("the learner", lost, lost.nodes)
                 self._gang.kill()
             else:
                 return
@@ -195,6 +201,21 @@ class RayLearner(LearnerHandle):
         results = await self._call_all(lambda rank: rank.call.remote(method, *stored), what)
         first: T = results[0]
         return first
+
+    async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Do one RL step; each rank is sent the counts of all rows and the tokens of its own."""
+        counts = await asyncio.to_thread(counts_of, samples)
+        stored = ray.put(counts)  # once for all ranks
+        # Every rank would plan the same.
+        shares = (await self._call_all(lambda rank: rank.shares.remote(stored), "share out the rows", ranks=1))[0]
+        tokens = [ray.put(await asyncio.to_thread(tokens_of, samples, rows)) for rows in shares]
+        width = self._setup.cfg.runtime.context_parallel  # these ranks share rows
+        async with self._lock:
+            self._check_present()
+            calls = [rank.step.remote(stored, tokens[i // width]) for i, rank in enumerate(self._gang.ranks)]
+            results = await self._await_or_restart(calls, STEP)
+        metrics: dict[str, float] = results[0]
+        return metrics
 
     async def weights(self) -> WeightSource:
         """Return weights in the object store or an offer to fetch them; see `LearnerHandle.weights`."""
@@ -246,14 +267,14 @@ class RayLearner(LearnerHandle):
         offer: WeightOffer = results[0]
         return offer
 
-    async def _call_all(self, call: RemoteCall, what: str) -> list[Any]:
-        """Call every rank, once no other call runs, and return the results of all ranks."""
+    async def _call_all(self, call: RemoteCall, what: str, *, ranks: int | None = None) -> list[Any]:
+        """Call every rank, or the first `ranks`, once no other call runs, and return their results."""
         async with self._lock:
-            return await self._call_locked(call, what)
+            return await self._call_locked(call, what, ranks=ranks)
 
-    async def _call_locked(self, call: RemoteCall, what: str) -> list[Any]:
+    async def _call_locked(self, call: RemoteCall, what: str, *, ranks: int | None = None) -> list[Any]:
         self._check_present()
-        return await self._await_or_restart([call(rank) for rank in self._gang.ranks], what)
+        return await self._await_or_restart([call(rank) for rank in self._gang.ranks[:ranks]], what)
 
     def _check_present(self) -> None:
         if self._lost is not None:
@@ -264,7 +285,7 @@ class RayLearner(LearnerHandle):
         try:
             return await self._gang.wait(calls, what, stall_timeout_s=self._gang.stall_s)
         except RanksLost as lost:
-            self._restarts.count("the learner", lost)
+            self._restarts.count("the learner", lost, lost.nodes)
             self._gang.kill()
             await self.start()
             # The new ranks have the initial model, so no call may use them before `restore`.

@@ -212,6 +212,12 @@ class TrainRuntime(Settings):
     max_restarts: int = Field(default=3, ge=0)
     """Number of times that the learner resumes from its checkpoint, within the stage, after one of its processes
     died. Ours."""
+    profile_steps: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
+    """First and last step, counted from 1, that torch.profiler records on every rank. The Chrome traces are in
+    `profile/` of the artifact; those of ranks with other disks are in their own working folders."""
+    wait_for_nodes_s: float = Field(default=1800, ge=0)
+    """Longest wait on a Ray cluster that lacks nodes which the plan needs, such as one that is being replaced. Ours: a
+    spot instance or a pod is back within minutes."""
 
     @model_validator(mode="after")
     def _contexts_divide_workers(self) -> TrainRuntime:

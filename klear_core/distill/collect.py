@@ -33,6 +33,7 @@ from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 from klear_core.types import Judge, Problem
+from klear_core.waits import progress_watched
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,10 @@ async def collect_traces(
     teacher.expect(cfg.samples_per_problem * sum(len(shard.items) for shard in todo))
     try:
         # aclosing: if `finish` raises, the generator's cleanup cancels the requests that are still running.
-        async with aclosing(work_shards(run.affordable(todo), run.work, limit=cfg.runtime.max_in_flight)) as finished:
+        async with (
+            progress_watched(lambda: (run.usage, run.progress.num_done), run.awaited),
+            aclosing(work_shards(run.affordable(todo), run.work, limit=cfg.runtime.max_in_flight)) as finished,
+        ):
             async for shard, results in finished:
                 run.finish(shard, results)
         if run.is_over_budget:

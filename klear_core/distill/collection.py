@@ -83,6 +83,14 @@ class Collection:
         self._unpaid: dict[Path, Sequence[_Solved]] = {}
         """Results of shards that lack samples because the budget is spent."""
 
+    def awaited(self) -> str:
+        """Return what the collection waits for, and what came of it so far."""
+        teacher = self.cfg.teacher
+        where = ""
+        if isinstance(teacher, HttpTeacherConfig):
+            where = " at " + ", ".join(endpoint.base_url for endpoint in teacher.runtime.endpoints)
+        return f"replies of the teacher{where} or their verdicts; last: {self.progress.num_done} problems done, {self.usage.tokens} tokens"
+
     def count_earlier(self, shards: Sequence[Shard[Problem]], finished: Mapping[Path, FinishedShard]) -> None:
         """Count what earlier runs finished and used, before new work: counts and limits are over all shards."""
         for shard in shards:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,8 @@ class EngineStats:
     """Tokens that speculative decoding guessed."""
     num_accepted: int = 0
     """Guessed tokens that were kept."""
+    tokens_per_s: tuple[float, ...] = ()
+    """Tokens of finished answers a second, of each engine of a pool."""
 
     def metrics(self, stage: str) -> dict[str, float]:
         """Return the metrics of a stage's engines."""
@@ -160,6 +163,9 @@ class EngineStats:
         }
         if self.num_drafted:
             found[f"{stage}/engine/accepted_frac"] = self.num_accepted / self.num_drafted
+        if self.tokens_per_s:
+            found[f"{stage}/engine/tokens_per_s"] = statistics.median(self.tokens_per_s)
+            found[f"{stage}/engine/least_tokens_per_s"] = min(self.tokens_per_s)
         return found
 
 
@@ -175,6 +181,39 @@ def combined(stats: Sequence[EngineStats | None]) -> EngineStats | None:
         num_drafted=sum(one.num_drafted for one in told),
         num_accepted=sum(one.num_accepted for one in told),
     )
+
+
+_AVERAGE_OVER = 20  # answers
+_FEWEST_ANSWERS = 4  # before an engine is compared with others
+
+
+@dataclass(slots=True)
+class Pace:
+    """Seconds that a request took for each of its tokens, averaged over an engine's last answers."""
+
+    seconds_per_token: float = 0.0
+    num_answers: int = 0
+    num_tokens: int = 0
+    """Tokens of all answers since `since`."""
+    since: float = 0.0
+    """Time of the last call of `rate`, or 0."""
+
+    def add(self, seconds: float, num_tokens: int) -> None:
+        """Count an answer."""
+        self.num_answers += 1
+        self.num_tokens += num_tokens
+        weight = 1 / min(self.num_answers, _AVERAGE_OVER)
+        self.seconds_per_token += weight * (seconds / max(1, num_tokens) - self.seconds_per_token)
+
+    def rate(self, at: float) -> float:
+        """Return the tokens a second since the last call."""
+        rate, self.num_tokens, self.since = self.num_tokens / max(1e-9, at - self.since), 0, at
+        return rate
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether there were enough answers to compare it with others."""
+        return self.num_answers >= _FEWEST_ANSWERS
 
 
 @runtime_checkable

@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import EngineStats, InferenceEngine, SamplingParams, combined, load_of
+from klear_core.generate.engine import EngineStats, InferenceEngine, Pace, SamplingParams, combined, load_of
 from klear_core.types import Completion
+from klear_core.waits import span
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class EnginePool:
     ) -> None:
         """`sleep` waits before an engine that gave no answer is started again."""
         assert engines, "a pool needs an engine"
-        self._slots = [Slot(engine=engine) for engine in engines]
+        self._slots = [Slot(engine=engine, pace=Pace()) for engine in engines]
         self._count_loss = count_loss
         self._max_tries = max_tries
         self._sleep = sleep
@@ -115,7 +117,9 @@ class EnginePool:
 
     async def stats(self) -> EngineStats | None:
         """Return the load of all engines that report theirs; see `MeasuredEngine`."""
-        return combined(await asyncio.gather(*(load_of(slot.engine) for slot in self._slots)))
+        found = combined(await asyncio.gather(*(load_of(slot.engine) for slot in self._slots)))
+        rates = tuple(slot.pace.rate(now()) for slot in self._slots)
+        return None if found is None else replace(found, tokens_per_s=rates)
 
     def status(self) -> str:
         """Return the number of open requests of each engine, in words."""
@@ -165,6 +169,8 @@ class EnginePool:
                 slot.begin_close()
 
     def _send(self, slot: Slot, request: Request) -> None:
+        if not slot.running:
+            slot.busy_since = time.monotonic()
         slot.running[request] = None
         request.asking = asyncio.create_task(self._ask(slot, request))
 
@@ -183,6 +189,7 @@ class EnginePool:
         return sum(bool(request.lost_on) for request in slot.running) >= self._max_suspects
 
     async def _ask(self, slot: Slot, request: Request) -> None:
+        sent_at = now()
         try:
             completions = await slot.engine.generate(request.prompt_ids, request.params)
         except ResourceError as error:
@@ -195,6 +202,10 @@ class EnginePool:
                 request.answer.set_exception(error)
         else:
             slot.running.pop(request, None)
+            if not slot.running:
+                span(slot.engine.name, "sample", slot.busy_since, time.monotonic())
+            slot.pace.add(now() - sent_at, max((len(c.token_ids) for c in completions), default=0))
+            share_by_pace(self._slots)
             if not request.answer.done():
                 request.answer.set_result(completions)
         slot.num_in_vain = 0  # even a refusal shows that the engine works
@@ -304,6 +315,11 @@ class EnginePool:
             slot.running.clear()
 
 
+def now() -> float:
+    """Return the time of the event loop. In simulations it runs faster than the clock."""
+    return asyncio.get_running_loop().time()
+
+
 def expect(engine: InferenceEngine, num_requests: int) -> None:
     """Tell a pool how many more requests will come; see `EnginePool.expect`. A single engine need not know."""
     if isinstance(engine, EnginePool):
@@ -342,6 +358,31 @@ class PooledEngine(InferenceEngine, Protocol):
         ...
 
 
+_TOLD_BELOW = 0.5  # share of its requests below which an engine is named
+_SLOWER = 1.2  # times the seconds a token of the median engine, from which on an engine counts as slower
+
+
+def share_by_pace(slots: Sequence[Slot]) -> None:
+    """Send slow engines fewer requests: an answer there holds up all that wait for it.
+
+    The third power lets the pace settle near that of the others, though an engine with fewer requests is faster: with
+    most of a step's time in its cache, an engine of a third of the speed gets about a fifth of the requests.
+    """
+    known = [slot for slot in slots if slot.is_up and slot.pace.is_known]
+    if len(known) < 2:
+        return
+    usual = statistics.median(slot.pace.seconds_per_token for slot in known)
+    for slot in known:
+        before = slot.share
+        slot.share = min(1.0, (_SLOWER * usual / max(1e-9, slot.pace.seconds_per_token)) ** 3)
+        if slot.share < _TOLD_BELOW <= before:
+            log.warning(
+                "%s is slow: %.1f times as long a token as the median of %d engines; it gets fewer requests until it "
+                "is not. Look at the clocks, temperature and other processes of its node",
+                slot.engine.name, slot.pace.seconds_per_token / max(1e-9, usual), len(known),
+            )  # fmt: skip
+
+
 # eq=False: requests and slots are compared and hashed by identity; equal requests may be open at once.
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
@@ -368,6 +409,11 @@ class Slot:
     """The last task that closed the engine; another start waits for it."""
     num_in_vain: int = 0
     """Starts since the last answer."""
+    pace: Pace
+    busy_since: float = 0.0
+    """Time of the monotonic clock at which it got its first request after none."""
+    share: float = 1.0
+    """Part of its limit that the engine is sent, below 1 if it is slower than the others."""
 
     @property
     def is_away(self) -> bool:
@@ -383,7 +429,7 @@ class Slot:
     def load(self) -> float:
         """Return the share of the engine's limit in use; infinite if it does not run."""
         # Above 1 if the limit, which may change, has fallen below the requests that it has.
-        return len(self.running) / max(1, self.engine.limit) if self.is_up else math.inf
+        return len(self.running) / max(1.0, self.engine.limit * self.share) if self.is_up else math.inf
 
     def begin_close(self) -> None:
         """Close the engine, or end its start."""

@@ -17,6 +17,7 @@ from klear_core.artifacts.records import read_shards
 from klear_core.config.rl import AdvantageConfig, GroupFilterConfig, OverlongConfig, PromptFilterConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.rl.rewards import advantages
+from klear_core.rl.rows import Row
 from klear_core.scores import read_pass_rates
 from klear_core.types import CodeReference, PassRate, Problem, Rollout, RolloutGroup, TrainSample, UnverifiableReference
 
@@ -148,10 +149,11 @@ def to_samples(
     for group, advantages_G in zip(groups, advantages(rewards_PG, cfg), strict=True):
         group_rows = []
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):
-            reason = _trained_or_reason(rollout, overlong, oldest_allowed)
+            oldest = min(rollout.completion.policy_versions)  # once: an answer has thousands
+            reason = _trained_or_reason(rollout, oldest, overlong, oldest_allowed)
             drops.count("rollout", reason)
             if reason == TRAINED:
-                group_rows.append(_sample(group.problem.problem_id, rollout, advantage))
+                group_rows.append(_sample(group.problem.problem_id, rollout, advantage, oldest))
         # A group is trained even if some of its answers get no row; only one without any row is dropped.
         drops.count("group", TRAINED if group_rows else "all_masked")
         rows += group_rows
@@ -162,7 +164,7 @@ def _rewards_of(group: RolloutGroup) -> list[float]:
     return [r.reward for r in group.rollouts]
 
 
-def cut_minibatches(rows: Sequence[TrainSample], count: int, *, seed: int) -> list[list[TrainSample]]:
+def cut_minibatches(rows: Sequence[Row], count: int, *, seed: int) -> list[list[Row]]:
     """Cut rows into at most `count` mini-batches whose sizes differ by at most 1.
 
     Groups come in random order and the rows of a group stay adjacent, but a cut may fall inside a group.
@@ -179,17 +181,17 @@ def cut_minibatches(rows: Sequence[TrainSample], count: int, *, seed: int) -> li
     return [ordered[a:b] for a, b in pairwise(edges)]
 
 
-def _trained_or_reason(rollout: Rollout, overlong: OverlongConfig, oldest_allowed: int) -> str:
+def _trained_or_reason(rollout: Rollout, oldest: int, overlong: OverlongConfig, oldest_allowed: int) -> str:
     """Return TRAINED, or the reason why an answer gets no training row."""
     # The oldest token decides: weights may have changed in the middle of an answer.
-    if min(rollout.completion.policy_versions) < oldest_allowed:
+    if oldest < oldest_allowed:
         return "stale"
     if overlong.handling == "mask" and rollout.completion.finish_reason == "length":
         return "overlong"
     return TRAINED
 
 
-def _sample(problem_id: str, rollout: Rollout, advantage: float) -> TrainSample:
+def _sample(problem_id: str, rollout: Rollout, advantage: float, oldest: int) -> TrainSample:
     prompt_ids, completion = rollout.prompt_ids, rollout.completion
     assert len(completion.token_ids) == len(completion.logps) > 0, (
         problem_id,
@@ -204,7 +206,7 @@ def _sample(problem_id: str, rollout: Rollout, advantage: float) -> TrainSample:
         old_logps=(0.0,) * len(prompt_ids) + completion.logps,
         advantage=advantage,
         is_positive=rollout.is_positive,
-        oldest_version=min(completion.policy_versions),
+        oldest_version=oldest,
     )
 
 

@@ -58,6 +58,9 @@ class RlSetup:
         return replace(self, model=self.remote.local_path(self.model), workdir=self.remote.local_path(self.workdir))
 
 
+STEP = "do the updates of an RL step"
+
+
 class LearnerHandle(ABC):
     """The calls that the RL loop makes to the learner, wherever it runs. Each may raise LearnerLost.
 
@@ -85,8 +88,7 @@ class LearnerHandle(ABC):
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Do one RL step and return its metrics."""
-        what = "do the updates of an RL step"
-        return await self.call(what, lambda learner, samples: learner.step(samples), samples)
+        return await self.call(STEP, lambda learner, samples: learner.step(samples), samples)
 
     async def distance(self, samples: Sequence[TrainSample]) -> float:
         """Return the largest mean distance of a sample's log-probs from the sampler's, in nats."""

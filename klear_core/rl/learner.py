@@ -35,6 +35,7 @@ from klear_core.rl.objective import (
     staleness,
     update_metrics,
 )
+from klear_core.rl.rows import ArrayRow, Row, TrainRow, samples_here
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.seeding import seed_for
 from klear_core.train.base_model import model_folder, wanted_window
@@ -48,6 +49,7 @@ from klear_core.train.distributed import (
     load_policy,
     local_weights,
     pack_share,
+    plan_shares,
     weight_shapes,
 )
 from klear_core.train.logps import TokenLogps, token_logps
@@ -63,7 +65,7 @@ from klear_core.train.model import (
     without_adapters,
 )
 from klear_core.train.packing import MicroBatch
-from klear_core.train.step import StepResult, Updater, save_bad_batch
+from klear_core.train.step import PROFILES, StepResult, Updater, profiled, save_bad_batch
 from klear_core.types import TrainSample
 
 _OPTIMIZER = "optimizer"
@@ -130,7 +132,7 @@ class Learner:
         )
 
     @torch.no_grad()
-    def logps(self, samples: Sequence[TrainSample]) -> list[TokenLogps]:
+    def logps(self, samples: Sequence[TrainRow]) -> list[TokenLogps]:
         """Return log-probs and entropies of this rank's share of the tokens, one micro-batch each (collective call)."""
         packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         outputs = []
@@ -139,16 +141,16 @@ class Learner:
         return outputs
 
     @torch.no_grad()
-    def distance(self, samples: Sequence[TrainSample]) -> float:
+    def distance(self, samples: Sequence[TrainRow]) -> float:
         """Return the largest of the samples' mean distances from the sampler's log-probs, in nats (collective call)."""
         packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         # One sum for each sample, in float64 because most distances are near 0.
         sums = torch.zeros(len(samples), dtype=torch.float64, device=self.world.device)
         for micro in packed.micro_batches:
             found: TokenLogps = self._policy(micro, self._logp_head(micro))
-            sampler_logp_N = micro.gather([s.old_logps for s in samples], torch.float64)
+            sampler_logp_N = micro.gather({r: samples[r].old_logps for r in micro.rows}, torch.float64)
             sums.index_add_(0, micro.row_N, (found.logp_N.double() - sampler_logp_N).abs())
-        counts = torch.tensor([sum(s.loss_mask) for s in samples], device=sums.device)
+        counts = torch.tensor([s.num_loss_tokens for s in samples], device=sums.device)
         means = self.world.sum(sums) / counts
         return means.max().item()
 
@@ -191,9 +193,22 @@ class Learner:
         """
         for folder in (self._workdir / _OPTIMIZER, *self._saved_steps.states()):
             fetch_shards(folder)
-        return [SAVED_STEPS, _SKIPPED, FOLDER, _OPTIMIZER, "model"]
+        return [SAVED_STEPS, _SKIPPED, FOLDER, _OPTIMIZER, PROFILES, "model"]
 
-    def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+    def shares(self, rows: Sequence[ArrayRow]) -> list[list[int]]:
+        """Return the indices of the rows that each data rank computes in the next step; no tokens are needed.
+
+        Rank 0 gets all rows of a step that it is to save.
+        """
+        shares: list[list[int]] = [[] for _ in range(self.world.num_data_ranks)]
+        for part in self._cut(rows):
+            for rank, own in enumerate(plan_shares(part, self.cfg.runtime, self.world, self._flops)):
+                shares[rank] += [part[i].index for i in own]
+        if self.version + 1 in self.cfg.runtime.save_steps:
+            shares[0] = list(range(len(rows)))
+        return shares
+
+    def step(self, samples: Sequence[TrainRow]) -> dict[str, float]:
         """Make up to `minibatches_per_step` updates from these samples and return the step's metrics.
 
         Raise TrainingError once more than `runtime.max_nonfinite_steps` updates were skipped in the run.
@@ -203,17 +218,17 @@ class Learner:
         is_saved = step in self.cfg.runtime.save_steps
         if is_saved:
             self._saved_steps.begin(step, samples, self._policy, self._updater.optimizer)
-        metrics = self._learn(samples) | staleness(samples, version=self.version)
+        with profiled(self.cfg.runtime.profile_steps, step, self._workdir / PROFILES, rank=self.world.rank):
+            metrics = self._learn(samples)
+        metrics |= staleness(samples, version=self.version)
         self._release_cached_memory()
         self.version = step
         if is_saved:
             self._saved_steps.finish(step, metrics)
         return metrics
 
-    def _learn(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        # Every rank gets all samples and cuts them with the same seed; `_prepare` then takes this rank's share.
-        seed = seed_for(self._seed, "rl/minibatches", self.version)
-        cut = cut_minibatches(samples, self.cfg.minibatches_per_step, seed=seed)
+    def _learn(self, samples: Sequence[TrainRow]) -> dict[str, float]:
+        cut = self._cut(samples)
         # Prepare all mini-batches before the first update, because old log-probs must come from the policy as it was
         # before this RL step.
         minibatches = [self._prepare(part) for part in cut]
@@ -225,6 +240,11 @@ class Learner:
             available = self._peak_flops * self.world.size * (self._time() - started)
             metrics["rl/speed/mfu"] = self._flops.step(samples) / available
         return metrics
+
+    def _cut(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Cut all rows into mini-batches; every rank does so with the same seed, and then takes its share of each."""
+        seed = seed_for(self._seed, "rl/minibatches", self.version)
+        return cut_minibatches(rows, self.cfg.minibatches_per_step, seed=seed)
 
     def _time(self) -> float:
         """Return the time in seconds once the device has finished all queued work (CUDA runs asynchronously)."""
@@ -276,7 +296,7 @@ class Learner:
         for group, saved in zip(optimizer.param_groups, settings, strict=True):
             group.update(saved)
 
-    def _prepare(self, samples: Sequence[TrainSample]) -> MiniBatch:
+    def _prepare(self, samples: Sequence[TrainRow]) -> MiniBatch:
         packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         # Count the samples of all ranks, because gradients are summed over ranks, not averaged.
         denominators = Denominators.of(samples)
@@ -288,7 +308,7 @@ class Learner:
         return partial(token_logps, target_N=micro.target_N, temperature=self.cfg.rollout.sampling.temperature)
 
     @torch.no_grad()
-    def _batch(self, micro: MicroBatch, samples: Sequence[TrainSample], denominators: Denominators) -> TrainBatch:
+    def _batch(self, micro: MicroBatch, samples: Sequence[TrainRow], denominators: Denominators) -> TrainBatch:
         """Return the inputs of a micro-batch's loss; those of the old and the initial model by a forward pass each."""
         cfg, head = self.cfg, self._logp_head(micro)
         ref_logp_N = self._ref_logps(micro, head) if cfg.kl_coef > 0 else None
@@ -311,8 +331,10 @@ class Learner:
             self._num_skipped += 1
             allowed = cfg.runtime.max_nonfinite_steps
             folder = self._workdir / _SKIPPED
+            # Each rank writes the rows that it has.
+            rows, name = samples_here(minibatch.samples), self.world.data_rank
             save_bad_batch(
-                folder, minibatch.samples, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed
+                folder, rows, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed, rank=name
             )
         return result
 
@@ -340,14 +362,12 @@ class SavedSteps:
         self._folder = folder
         self._world = world
 
-    def begin(
-        self, step: int, samples: Sequence[TrainSample], model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def begin(self, step: int, samples: Sequence[TrainRow], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Save samples, weights and optimizer state before the step (collective call)."""
         folder = self._of(step)
         if self._world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # left by an attempt that was killed in this step
-            write_shard(folder / _SAMPLES, samples)
+            write_shard(folder / _SAMPLES, samples_here(samples))
         # No rank may write its state before rank 0 has cleared the folder.
         self._world.barrier()
         self._state(step).save(step - 1, model, optimizer, {})

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, Watc
 from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
 from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, Problem, RewardValues
+from klear_core.waits import TRACE_FILE, loop_watched, span, traced, waiting
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,8 @@ def train_rl(
     with workers.judges(verify) as judges, open_inline_eval(model_folder(setup.model)) as inline_eval:
         notes = judges.prepare(chosen)
         rewards = UserRewards(cfg.reward.custom, judges)
-        progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, inline_eval))
+        with traced(workdir / TRACE_FILE):
+            progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, inline_eval))
     shown = _shown(setup)
     # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
@@ -114,7 +117,8 @@ async def run_rl(
                 rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
                 step_log = StepLog(setup.cfg, progress, watch, shown=_shown(setup))
                 async with Curve(inline_eval, watch, setup.cfg, workdir=setup.workdir) as curve:
-                    await run_steps(setup.cfg, learner, engine, rollouts, step_log, curve)
+                    with loop_watched("engines, ranks and judges wait for it"):
+                        await run_steps(setup.cfg, learner, engine, rollouts, step_log, curve)
                 # Again for a run that was stopped in its last step, and has none left to take.
                 step_log.check()
                 progress.notes = (*learner_notes, *watch.notes())
@@ -182,9 +186,10 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the block as the phase `name`."""
-        started = now()
+        started, began = now(), time.monotonic()
         yield
         self.seconds[name] = now() - started
+        span("driver", name, began, time.monotonic())
 
 
 class StepLog:
@@ -257,12 +262,14 @@ async def sync_weights(
     learner: LearnerHandle, engine: TrainableEngine, sleeper: SleepingEngine | None, *, version: int
 ) -> None:
     """Load the learner's weights into the engines as `version`; engines that are asleep wake first."""
-    weights = await learner.weights()
+    with waiting("the learner", f"give its weights, version {version}"):
+        weights = await learner.weights()
     # Wake after `weights`, when the learner has freed the GPU memory that the engines need. They may be awake (first
     # call) or asleep since a learner died in the middle of a step; `wake` is right for both.
     if sleeper is not None:
         await sleeper.wake()
-    await engine.load_weights(weights, version=version)
+    with waiting("the engines", f"load the weights of version {version}"):
+        await engine.load_weights(weights, version=version)
 
 
 def _sleeper(engine: TrainableEngine, cfg: RolloutConfig) -> SleepingEngine | None:

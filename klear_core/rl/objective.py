@@ -16,13 +16,13 @@ from torch import Tensor
 
 from klear_core.config.rl import RlConfig
 from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_mean, token_loss
+from klear_core.rl.rows import TrainRow
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.distributed import World
 from klear_core.train.logps import HeadOutput, TokenLogps, fused_loss, token_logps
 from klear_core.train.model import Head
 from klear_core.train.packing import MicroBatch, PackedBatch
 from klear_core.train.step import StepResult
-from klear_core.types import TrainSample
 
 _MIN_LOGP = -1e4  # replaces a log-prob of minus infinity, so that its loss is finite
 
@@ -36,16 +36,16 @@ class Denominators:
     num_positive_tokens: int
 
     @classmethod
-    def of(cls, rows: Sequence[TrainSample]) -> Denominators:
+    def of(cls, rows: Sequence[TrainRow]) -> Denominators:
         """Count the rows of all ranks and their loss tokens."""
-        lengths = [sum(r.loss_mask) for r in rows]
+        lengths = [r.num_loss_tokens for r in rows]
         positive = sum(n for r, n in zip(rows, lengths, strict=True) if r.is_positive)
         return cls(num_rows=len(rows), num_tokens=sum(lengths), num_positive_tokens=positive)
 
 
 def make_batch(
     micro: MicroBatch,
-    rows: Sequence[TrainSample],
+    rows: Sequence[TrainRow],
     old: TokenLogps | None,
     ref_logp_N: Tensor | None,
     denominators: Denominators,
@@ -53,21 +53,28 @@ def make_batch(
 ) -> TrainBatch:
     """Spread advantages and scales of rows over the micro-batch's loss tokens; `rows` is the complete mini-batch.
 
+    Only the rows of the micro-batch are looked at: a mini-batch of thousands of rows has hundreds of micro-batches.
+
     `old` is of the learner before the RL step and `ref_logp_N` of the initial model; each is None where `cfg` needs
     none.
     """
 
-    def per_row(values: Sequence[float]) -> Tensor:
-        # From one value per row to one per token; `row_N` indexes the rows of the mini-batch.
-        return torch.tensor(values, dtype=torch.float32, device=micro.target_N.device)[micro.row_N]
+    here = [rows[r] for r in micro.rows]
+    counts = torch.tensor(micro.counts, dtype=torch.int64)
 
-    sampler_logp_N = micro.gather([s.old_logps for s in rows])
+    def per_row(values: Sequence[float]) -> Tensor:
+        # From one value per row in here to one per loss token; those are stored row after row.
+        value_N = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+        return value_N.to(micro.target_N.device)
+
+    sampler_logp_N = micro.gather({r: rows[r].old_logps for r in micro.rows})
     nan_N = torch.full_like(sampler_logp_N, torch.nan)
     old_logp_N = sampler_logp_N
     if cfg.old_logps == "learner":
         assert old is not None, "old_logps = 'learner' needs the learner's log-probs"
         old_logp_N = old.logp_N
-    scales = [_scale(sum(r.loss_mask), denominators, cfg.normalise, cfg.rollout.sampling.max_new_tokens) for r in rows]
+    budget = cfg.rollout.sampling.max_new_tokens
+    scales = [_scale(r.num_loss_tokens, denominators, cfg.normalise, budget) for r in here]
     lm_scale = cfg.lm_coef / max(1, denominators.num_positive_tokens)  # a mini-batch may have no positive sample
     batch = TrainBatch(
         target_N=micro.target_N,
@@ -76,10 +83,10 @@ def make_batch(
         sampler_logp_N=sampler_logp_N,
         ref_logp_N=nan_N if ref_logp_N is None else ref_logp_N,
         old_entropy_N=nan_N if old is None else old.entropy_N,
-        advantage_N=per_row([r.advantage for r in rows]),
+        advantage_N=per_row([r.advantage for r in here]),
         correction_N=torch.ones_like(old_logp_N),
         scale_N=per_row(scales),
-        lm_scale_N=per_row([lm_scale * r.is_positive for r in rows]),
+        lm_scale_N=per_row([lm_scale * r.is_positive for r in here]),
         num_rows=len(rows),
         cp_group=micro.cp_group,
     )
@@ -158,7 +165,7 @@ def _kl(ref_logp_N: Tensor, logp_N: Tensor, max_log_ratio: float) -> Tensor:
 class MiniBatch:
     """Input of one optimizer step: samples of all ranks, this rank's packed share, and its inputs by micro-batch."""
 
-    samples: Sequence[TrainSample]
+    samples: Sequence[TrainRow]
     packed: PackedBatch
     batches: tuple[TrainBatch, ...]
 
@@ -213,7 +220,7 @@ def _mismatch(first: MiniBatch, result: StepResult, world: World, *, bound: floa
     return {"rl/mismatch/k3": k3_sum / first.packed.num_loss_tokens, "rl/mismatch/max": largest.item()}
 
 
-def staleness(samples: Sequence[TrainSample], *, version: int) -> dict[str, float]:
+def staleness(samples: Sequence[TrainRow], *, version: int) -> dict[str, float]:
     """Return by how many policy versions the samples are older than `version`; nothing without samples."""
     ages = [version - s.oldest_version for s in samples]
     if not ages:

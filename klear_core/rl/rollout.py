@@ -29,6 +29,7 @@ from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of, with_failed_values
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
+from klear_core.waits import Silence
 
 if TYPE_CHECKING:
     Tokenizer = Any
@@ -144,6 +145,8 @@ class Sampler:
         self._num_sampling = 0
         self._num_judging = 0
         self._num_finished_requests = 0
+        self._sampled_at: float | None = None
+        self._judged_at: float | None = None
 
     def prompt(self, item: StreamItem) -> tuple[int, ...] | None:
         """Return a problem's prompt; None if it is too long."""
@@ -161,6 +164,7 @@ class Sampler:
             (sampled,) = await self._engine.generate(prompt_ids, params)
         finally:  # also when the request is cancelled
             self._num_sampling -= 1
+        self._sampled_at = now()
         self._num_finished_requests += 1  # not in `finally`: a request that is cancelled or fails is no progress
         return completed(sampled, self._opening)
 
@@ -173,6 +177,7 @@ class Sampler:
             custom = await self._custom_rewards(item.problem, completion, verdict)
         finally:
             self._num_judging -= 1
+        self._judged_at = now()
         self._num_finished_requests += 1
         # The penalty changes only the reward: a correct but overlong answer still has `is_positive`.
         reward = reward_of(completion, verdict, cfg.reward) + custom_reward(custom, cfg.reward)
@@ -198,9 +203,14 @@ class Sampler:
     def stalled(self, timeout_s: float) -> TrainingError:
         """Return the error that says what is still pending."""
         return TrainingError(
-            f"rollouts stalled: in {timeout_s:g} s no answer was sampled or judged; still pending: "
-            f"{self._num_sampling} answers from {self._engine_status()}, "
-            f"{self._num_judging} verdicts from the judges"
+            f"rollouts stalled: in {timeout_s:g} s no answer was sampled or judged; still pending: {self.pending()}"
+        )
+
+    def pending(self) -> str:
+        """Return what is waited for, with what came of it last."""
+        return (
+            f"{self._num_sampling} answers from {self._engine_status()}{_ago('answer', self._sampled_at)}, "
+            f"{self._num_judging} verdicts from the judges{_ago('verdict', self._judged_at)}"
         )
 
     @property
@@ -216,18 +226,24 @@ class StallWatch:
         self._sampler = sampler
         # The count when it last changed, and the time at which that was seen.
         self._seen, self._seen_at = sampler.num_finished_requests, now()
+        self._silence = Silence()
 
     @property
     def check_s(self) -> float:
         """Return the seconds to wait between two checks."""
-        return self._sampler.stall_timeout_s / _CHECKS_PER_TIMEOUT
+        return min(self._sampler.stall_timeout_s / _CHECKS_PER_TIMEOUT, self._silence.check_s)
 
     def check(self) -> None:
-        """Raise TrainingError if there was no progress for the stall timeout."""
+        """Raise TrainingError if there was no progress for the stall timeout; before that, name what is pending."""
+        self._silence.check(now() - self._seen_at, self._sampler.pending)
         if self._seen != self._sampler.num_finished_requests:
             self._seen, self._seen_at = self._sampler.num_finished_requests, now()
         elif now() - self._seen_at >= self._sampler.stall_timeout_s:
             raise self._sampler.stalled(self._sampler.stall_timeout_s)
+
+
+def _ago(what: str, at: float | None) -> str:
+    return f" (no {what} yet)" if at is None else f" (the last {what} {now() - at:.0f} s ago)"
 
 
 def now() -> float:

@@ -43,7 +43,7 @@ from klear_core.train.inline_eval import CheckpointExporter, OpenScorer, no_scor
 from klear_core.train.logps import HeadOutput, fused_loss
 from klear_core.train.model import FOLDER, Adapters, FlopCount, Head, Policy, export_model, peak_flops, save_adapter
 from klear_core.train.packing import MicroBatch, PackedBatch, TokenRow
-from klear_core.train.step import StepResult, Updater, save_bad_batch
+from klear_core.train.step import PROFILES, StepResult, Updater, profiled, save_bad_batch
 from klear_core.types import SftExample, TeacherTrace
 
 
@@ -117,7 +117,7 @@ def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSumma
     """Train, and return the files that rank 0 has sent to the store, for a driver with another disk."""
     job = job.on_this_node()
     summary = _train_rank(job, world, telemetry)
-    results = send_results(job.remote, job.workdir, ["skipped", FOLDER, "model"]) if world.rank == 0 else ()
+    results = send_results(job.remote, job.workdir, ["skipped", FOLDER, PROFILES, "model"]) if world.rank == 0 else ()
     return summary, results
 
 
@@ -154,7 +154,8 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         rows = [store[r] for r in plan.order.step(step)]
         batch = pack_share(rows, cfg.runtime, world, flops)
         _seed_dropout(job, step, world)
-        result = updater.step(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
+        with profiled(cfg.runtime.profile_steps, step + 1, job.workdir / PROFILES, rank=world.rank):
+            result = updater.step(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
         _count_update(result, batch, counters)
         if not result.is_applied:  # alike on all ranks, so all of them raise if these are too many
             _save_bad_batch(rows, job, step=step, num_skipped=int(counters["num_skipped"]))

@@ -38,7 +38,7 @@ from klear_core.train.model import (
     merge,
     pick_device,
 )
-from klear_core.train.packing import PackedBatch, TokenRow, pack
+from klear_core.train.packing import PackedBatch, TokenRow, pack, plan_rows
 
 
 def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, flops: FlopCount) -> PackedBatch:
@@ -56,6 +56,18 @@ def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, fl
         row_work=flops.row_work(recomputes=runtime.activation_checkpointing),
         cp_group=world.cp_group,
     )
+
+
+def plan_shares(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, flops: FlopCount) -> list[list[int]]:
+    """Return the indices of the rows that `pack_share` gives to each data rank."""
+    planned = plan_rows(
+        rows,
+        tokens_per_microbatch=runtime.tokens_per_microbatch,
+        shares_prompts=world.device.type == "cpu",
+        num_ranks=world.num_data_ranks,
+        row_work=flops.row_work(recomputes=runtime.activation_checkpointing),
+    )
+    return [planned.rows_of(rank) for rank in range(world.num_data_ranks)]
 
 
 def load_policy(

@@ -380,10 +380,10 @@ class FlopCount:
         That is 6 per weight and token (4 if it is frozen), and 2 * 6 per attention channel and pair of tokens that see
         each other.
         """
-        num_tokens = sum(len(r.token_ids) for r in rows)
+        num_tokens = sum(r.num_tokens for r in rows)
         # Attention is causal, so a token attends to half of its row on average.
-        num_pairs = sum(len(r.token_ids) ** 2 / 2 for r in rows)
-        num_loss_tokens = sum(sum(r.loss_mask) for r in rows)
+        num_pairs = sum(r.num_tokens**2 / 2 for r in rows)
+        num_loss_tokens = sum(r.num_loss_tokens for r in rows)
         # 6: multiply and add, once forward and twice backward. Attention has two products, scores and weighted values.
         all_trained = 6.0 * (
             self.layer_params * num_tokens + self.head_params * num_loss_tokens + 2 * self.attention_width * num_pairs

@@ -9,7 +9,7 @@ Axis letters: T tokens of the packed sequence, N loss tokens (flat, over all row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from klear_core.train.balance import Item, RowWork, busy_share, distribute
+from klear_core.train.balance import Item, Plan, RowWork, busy_share, distribute
 from klear_core.train.context_parallel import ALONE, Context
+from klear_core.types import TokenCounts
 
 TOKENS_ALONE = RowWork()
 """Work by the number of tokens, for callers that do not know the model."""
@@ -34,6 +35,22 @@ class TokenRow(Protocol):
     @property
     def loss_mask(self) -> Sequence[bool]:
         """Return the loss mask, as long as `token_ids`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the length of `token_ids`. Counts need no tokens, which only the rank of a row must have."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Return how many tokens carry loss."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the number of tokens before the first that carries loss; all if none does."""
+
+    @property
+    def prompt_key(self) -> Hashable:
+        """Return what rows share if and only if their prompts are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +89,10 @@ class MicroBatch:
         """Return N."""
         return self.target_N.numel()
 
-    def gather(self, values: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return one value per loss token, `values[row][column]`; `values` has one per token of the caller's rows."""
+    def gather(
+        self, values: Sequence[Sequence[float]] | Mapping[int, Sequence[float]], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return one value per loss token, `values[row][column]`; `values` has one per token of the rows in here."""
         # float64, so that nothing but the cast to `dtype` rounds.
         arrays = [np.asarray(values[r], dtype=np.float64) for r in self.rows]
         flat = np.concatenate(arrays or [np.zeros(0)])  # an empty micro-batch has no rows, which numpy refuses
@@ -118,25 +137,58 @@ def pack(
     models make collective calls in every pass. A context-parallel group counts as one rank; each member gets its
     contiguous slice of the sequence.
     """
-    groups = _prompt_groups(rows, tokens_per_microbatch) if shares_prompts else _single_rows(len(rows))
-    items = [_item(group, rows, row_work) for group in groups]
-    # Every rank computes the same plan from the same rows, without communication.
-    plan = distribute(items, capacity=tokens_per_microbatch, num_ranks=num_ranks)
+    planned = plan_rows(
+        rows,
+        tokens_per_microbatch=tokens_per_microbatch,
+        shares_prompts=shares_prompts,
+        num_ranks=num_ranks,
+        row_work=row_work,
+    )
+    groups, items = planned.groups, planned.items
     micro_batches, lengths = [], []
-    for bins in plan:
+    for bins in planned.bins:
         for chosen in bins:  # of all ranks, so that every rank reports the same fill
             lengths.append(_round_up(sum(items[i].num_tokens for i in chosen), cp_group.size))
         micro = _micro_batch([groups[i] for i in bins[rank]], rows, device, cp_group.size)
         micro_batches.append(_slice_sequence(micro, cp_group))
-    num_tokens = sum(len(r.token_ids) for r in rows)
-    num_loss_tokens = sum(sum(r.loss_mask) for r in rows)
+    num_tokens = sum(r.num_tokens for r in rows)
+    num_loss_tokens = sum(r.num_loss_tokens for r in rows)
     return PackedBatch(
         micro_batches=tuple(micro_batches),
         num_rows=len(rows),
         num_tokens=num_tokens,
         num_loss_tokens=num_loss_tokens,
         fill=num_tokens / max(1, sum(lengths)),
-        busy=busy_share(plan, items, num_ranks),
+        busy=busy_share(planned.bins, items, num_ranks),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """Which rank computes which rows in which pass."""
+
+    groups: list[_PromptGroup]
+    items: list[Item]
+    """Tokens and work of each group."""
+    bins: Plan
+    """Groups by pass and rank."""
+
+    def rows_of(self, rank: int) -> list[int]:
+        """Return the indices of a rank's rows."""
+        return [row for bins in self.bins for i in bins[rank] for row in self.groups[i].rows]
+
+
+def plan_rows(
+    rows: Sequence[TokenRow], *, tokens_per_microbatch: int, shares_prompts: bool, num_ranks: int, row_work: RowWork
+) -> RowPlan:
+    """Return the plan of `pack`, which needs the counts of the rows and not their tokens.
+
+    Every rank computes the same from the same counts, without communication.
+    """
+    groups = _prompt_groups(rows, tokens_per_microbatch) if shares_prompts else _single_rows(len(rows))
+    items = [_item(group, rows, row_work) for group in groups]
+    return RowPlan(
+        groups=groups, items=items, bins=distribute(items, capacity=tokens_per_microbatch, num_ranks=num_ranks)
     )
 
 
@@ -150,18 +202,17 @@ class _PromptGroup:
 
 def _prompt_groups(rows: Sequence[TokenRow], capacity: int) -> list[_PromptGroup]:
     """Group rows with the same prompt, as many as fit into `capacity`, in the order of the prompts' first rows."""
-    by_prompt: dict[tuple[int, ...], list[list[int]]] = {}
+    by_prompt: dict[Hashable, list[list[int]]] = {}
     for i, row in enumerate(rows):
-        prompt = _prompt(row)
-        parts = by_prompt.setdefault(prompt, [[]])  # by tokens: equal prompts have equal states
-        if parts[-1] and _packed_len([*parts[-1], i], len(prompt), rows) > capacity:
+        parts = by_prompt.setdefault(row.prompt_key, [[]])  # by tokens: equal prompts have equal states
+        if parts[-1] and _packed_len([*parts[-1], i], row.num_prompt_tokens, rows) > capacity:
             # This part is full: store the prompt once more for the rows that follow.
             parts.append([])
         parts[-1].append(i)
     groups = []
-    for prompt, parts in by_prompt.items():
+    for parts in by_prompt.values():
         for part in parts:
-            prompt_len = len(prompt) if len(part) > 1 else 0
+            prompt_len = rows[part[0]].num_prompt_tokens if len(part) > 1 else 0
             groups.append(_PromptGroup(rows=tuple(part), prompt_len=prompt_len))
     return groups
 
@@ -176,19 +227,12 @@ def _item(group: _PromptGroup, rows: Sequence[TokenRow], row_work: RowWork) -> I
     work = work_of_prompt
     for i in group.rows:
         # A difference, because a row's own tokens attend to the prompt too: of n tokens and a prompt of p, n^2 - p^2.
-        work += row_work(len(rows[i].token_ids)) - work_of_prompt
+        work += row_work(rows[i].num_tokens) - work_of_prompt
     return Item(num_tokens=_packed_len(group.rows, group.prompt_len, rows), work=work)
 
 
-def _prompt(row: TokenRow) -> tuple[int, ...]:
-    """Return the tokens before the first loss token (all tokens if there is none)."""
-    if not any(row.loss_mask):
-        return tuple(row.token_ids)
-    return tuple(row.token_ids[: list(row.loss_mask).index(True)])
-
-
 def _packed_len(members: Sequence[int], prompt_len: int, rows: Sequence[TokenRow]) -> int:
-    return prompt_len + sum(len(rows[i].token_ids) - prompt_len for i in members)
+    return prompt_len + sum(rows[i].num_tokens - prompt_len for i in members)
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -289,7 +333,7 @@ def _slice_sequence(micro: MicroBatch, cp_group: Context) -> MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OneToken:
+class _OneToken(TokenCounts):
     token_ids: tuple[int, ...] = (0,)
     loss_mask: tuple[bool, ...] = (False,)
 

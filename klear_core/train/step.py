@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,16 +83,37 @@ class Updater:
         return StepResult(loss=loss.item(), grad_norm=norm.item(), lr=lr, is_applied=is_applied, outputs=tuple(outputs))
 
 
+PROFILES = "profile"
+"""Folder of the recorded steps, in the working folder of a training."""
+
+
+@contextmanager
+def profiled(steps: tuple[int, int] | None, step: int, folder: Path, *, rank: int) -> Iterator[None]:
+    """Record the block with torch.profiler, as a Chrome trace, if `step` is within `steps`; both ends are included."""
+    if steps is None or not steps[0] <= step <= steps[1]:
+        yield
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as found:
+        yield
+    folder.mkdir(parents=True, exist_ok=True)
+    found.export_chrome_trace(str(folder / f"step-{step:08d}-rank-{rank}.json"))
+
+
 def save_bad_batch(
-    folder: Path, rows: Sequence[DataclassInstance], *, step: int, num_skipped: int, max_skipped: int
+    folder: Path, rows: Sequence[DataclassInstance], *, step: int, num_skipped: int, max_skipped: int, rank: int = 0
 ) -> None:
     """Save the rows of a skipped update for inspection. Raise TrainingError if more than `max_skipped` were skipped.
 
-    `num_skipped` includes this one. It is part of the file name, because an RL step has several updates.
+    `num_skipped` includes this one. It is part of the file name, because an RL step has several updates. So is a rank
+    above 0, whose rows may be others.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:08d}-{num_skipped}.json"
-    temporary = folder / f"{path.name}.{os.getpid()}.tmp"  # all ranks write the same file at once
+    of_rank = f"-rank-{rank}" if rank else ""
+    path = folder / f"step-{step:08d}-{num_skipped}{of_rank}.json"
+    temporary = folder / f"{path.name}.{os.getpid()}.tmp"  # ranks of a context write the same file at once
     temporary.write_text(json.dumps([_spell_nonfinite(asdict(row)) for row in rows], allow_nan=False))
     temporary.replace(path)
     log.warning("step %d skipped: loss or gradient not finite; its rows are in %s", step, path)

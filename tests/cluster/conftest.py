@@ -2,4 +2,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "verify"), str(TESTS / "rl")]  # problems and answers in a line
+sys.path[:0] = [str(TESTS / "verify"), str(TESTS / "rl"), str(TESTS / "distill")]  # problems and answers in a line

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from klear_core.train.packing import pack
+from klear_core.types import TokenCounts
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(TokenCounts):
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
 

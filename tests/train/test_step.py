@@ -1,6 +1,7 @@
 """One optimizer step: the same from any cut of the batch, and never applied if it is not finite."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny_models import ONE, nll_heads, packed, random_rows, tiny_folder
 from klear_core.config.train import OptimConfig
 from klear_core.errors import TrainingError
 from klear_core.train.model import load_model
-from klear_core.train.step import Updater, save_bad_batch
+from klear_core.train.step import Updater, profiled, save_bad_batch
 
 CFG = OptimConfig(lr=1e-2, min_lr_ratio=0.1, warmup_steps=2, max_grad_norm=0.5)
 
@@ -65,3 +66,13 @@ def test_a_skipped_batch_is_kept_and_one_too_many_stops(tmp_path):
     assert (kept[0]["token_ids"], kept[0]["loss_mask"]) == (list(rows[0].token_ids), [False, False, False, True])
     with pytest.raises(TrainingError, match=r"2 steps .* 1 are allowed"):
         save_bad_batch(tmp_path / "skipped", rows, step=9, num_skipped=2, max_skipped=1)
+
+
+@pytest.mark.parametrize(("step", "is_recorded"), [(1, False), (2, True), (3, True), (4, False)])
+def test_steps_within_the_setting_are_recorded(tmp_path: Path, step: int, is_recorded: bool) -> None:
+    with profiled((2, 3), step, tmp_path / "profile", rank=1):
+        torch.ones(4) @ torch.ones(4)
+    files = list((tmp_path / "profile").glob("*.json"))
+    assert [file.name for file in files] == ([f"step-{step:08d}-rank-1.json"] if is_recorded else [])
+    if files:
+        assert any("dot" in str(event.get("name")) for event in json.loads(files[0].read_text())["traceEvents"])

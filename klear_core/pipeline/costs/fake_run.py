@@ -23,6 +23,7 @@ from klear_core.config.train import SftConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.model_size import ModelSize
 from klear_core.pipeline.costs.memory import learner_load, learner_peak
+from klear_core.types import TokenCounts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +150,7 @@ def _fake_world(case: LearnerCase) -> World:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(TokenCounts):
     token_ids: Sequence[int]
     loss_mask: Sequence[bool]
 

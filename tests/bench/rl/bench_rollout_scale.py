@@ -16,13 +16,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+from host_costs import HostCosts, measured
 from simulated_cluster import (
     BLOCK,
     JUDGES_PER_NODE,
+    SimulatedDriver,
     SimulatedEngine,
     SimulatedEngines,
     SimulatedJudges,
@@ -47,6 +50,8 @@ BYTES_PER_TOKEN = 76
 """Memory of an answer's token in the driver: an integer, a float and three references."""
 BOUND = 4
 """Staleness bound of continuous rollouts, in versions."""
+SLOWNESS = 3.0
+"""How much longer a step of a slow engine takes."""
 SLOTS = 80
 """Requests kept at an engine: more do not fit into its cache at their mean length, and would be preempted."""
 
@@ -64,6 +69,8 @@ class Setup:
     num_steps: int
     first: int
     """Steps before the measurement."""
+    num_slow: int = 0
+    """Engines that are three times slower than the others."""
 
 
 MODES = ("turns", "synchronous", "one step off", "continuous")
@@ -134,10 +141,16 @@ def _print_row(entries: Sequence[Mapping[str, object]], seconds: float) -> None:
 def simulate(setup: Setup) -> list[dict[str, object]]:
     """Simulate one setup and return its measurements."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_virtually(_simulate(setup, Path(folder)))
+        return run_virtually(_simulate(setup, Path(folder), _costs()))
 
 
-async def _simulate(setup: Setup, folder: Path) -> list[dict[str, object]]:
+@cache
+def _costs() -> HostCosts:
+    """Measure once, in CPU-seconds: what this machine does beside counts for little."""
+    return measured()
+
+
+async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[str, object]]:
     size = known_size("Qwen/Qwen3-8B")
     assert size is not None
     takes_turns = setup.mode == "turns"
@@ -173,15 +186,24 @@ async def _simulate(setup: Setup, folder: Path) -> list[dict[str, object]]:
     assert isinstance(cfg.rollout.engine, VllmEngineConfig)
     fit = engine_fit(size, cfg.rollout.engine, HardwareConfig(gpu_memory_gb=80), longest=36864)
     limit = num_slots(cfg.rollout.engine, is_on_gpu=True)
+    driver = SimulatedDriver(costs)
     engines = SimulatedEngines(
         [
-            SimulatedEngine(f"engine {i}", num_gpus=2, limit=limit, full=SLOTS, cache_tokens=fit.cache_tokens)
+            SimulatedEngine(
+                f"engine {i}",
+                num_gpus=2,
+                limit=limit,
+                full=SLOTS,
+                cache_tokens=fit.cache_tokens,
+                slowness=SLOWNESS if i < setup.num_slow else 1.0,
+            )
             for i in range(num_engines)
         ],
         load_s=TURNS_S if takes_turns else 0.0,
+        driver=driver,
     )
     judges = SimulatedJudges(JUDGES_PER_NODE * math.ceil(setup.num_gpus / 8))
-    learner = SimulatedLearner(cfg, size)
+    learner = SimulatedLearner(cfg, size, driver=driver)
     progress = RlState()
     probe = _Probe(setup, engines, learner, progress)
     await engines.start()
@@ -190,11 +212,16 @@ async def _simulate(setup: Setup, folder: Path) -> list[dict[str, object]]:
     step_log = StepLog(cfg, progress, Watch(cfg, probe, folder / METRICS_FILE), shown=folder / "shown")
     with suppress(_Measured):
         await run_steps(cfg, learner, engines, rollouts, step_log, Curve(None, probe, cfg, workdir=folder))
-    return _entries(setup, probe, judges, learner, engines)
+    return _entries(setup, probe, judges, learner, engines, driver)
 
 
 def _entries(
-    setup: Setup, probe: _Probe, judges: SimulatedJudges, learner: SimulatedLearner, engines: SimulatedEngines
+    setup: Setup,
+    probe: _Probe,
+    judges: SimulatedJudges,
+    learner: SimulatedLearner,
+    engines: SimulatedEngines,
+    driver: SimulatedDriver,
 ) -> list[dict[str, object]]:
     first, last = probe.at[setup.first], probe.at[-1]
     seconds, steps = last[0] - first[0], len(probe.at) - 1 - setup.first
@@ -215,6 +242,8 @@ def _entries(
         ("groups", asked / kept, "asked a trained one", True),
         ("staleness/mean", statistics.fmean(mean for mean, _ in stale), "versions", True),
         ("staleness/max", max(most for _, most in stale), "versions", max(most for _, most in stale) <= BOUND),
+        ("driver", driver.busy_s / probe.at[-1][0], "busy", True),
+        ("host", learner.host_s / learner.version, "s a step in which the learner waits for CPUs", True),
         ("judges/backlog", judges.largest_backlog, "answers", True),
         ("queue", BYTES_PER_TOKEN * BLOCK * engines.most_held / 1e9, "GB", True),
         ("preempted", sum(engine.num_preempted for engine in engines.engines), "answers", True),

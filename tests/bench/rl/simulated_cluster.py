@@ -17,11 +17,14 @@ import asyncio
 import heapq
 import math
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+
+from host_costs import HostCosts
 
 from klear_core.config.evaluate import HardwareConfig
 from klear_core.config.rl import RlConfig
@@ -30,7 +33,7 @@ from klear_core.generate.model_size import ModelSize
 from klear_core.generate.pool import EnginePool
 from klear_core.pipeline.costs.throughput import row_work
 from klear_core.rl.groups import cut_minibatches
-from klear_core.train.balance import Item, busy_share, distribute
+from klear_core.train.balance import Item, Plan, busy_share, distribute
 from klear_core.types import Completion, Outcome, Problem, TrainSample, Verdict
 
 _MFU = 0.4
@@ -45,6 +48,10 @@ MEDIAN_TOKENS, SIGMA_OF_PROBLEMS, SIGMA_OF_ANSWERS, LONGEST = 9000, 0.5, 0.62, 3
 """Answers are log-normal with a sigma of 0.8 in all, and answers to one problem are alike. Assumptions, as in `klear plan`."""
 JUDGE_S, JUDGES_PER_NODE = 1.0, 16
 """Mean seconds of a verdict (code with tests), and judging processes of a node of 8 GPUs. Assumptions."""
+
+
+CHECKPOINT_BYTES, COPY_BYTES_PER_S = 12, 5e9
+"""Bytes of a parameter with its moments, and how fast a rank copies them to host memory. The second is an assumption."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -66,8 +73,11 @@ class SimulatedEngine:
 
     is_queued = False
 
-    def __init__(self, name: str, *, num_gpus: int, limit: int, full: int, cache_tokens: int) -> None:
-        """`full` is the number of running answers with which it counts as busy."""
+    def __init__(
+        self, name: str, *, num_gpus: int, limit: int, full: int, cache_tokens: int, slowness: float = 1.0
+    ) -> None:
+        """`full` is the number of running answers with which it counts as busy; a step takes `slowness` times as long."""
+        self._slowness = slowness
         self.name, self.limit = name, limit
         self._full = full
         self.version = 0
@@ -143,7 +153,8 @@ class SimulatedEngine:
         return len(self._running) * self._steps - self._offsets
 
     def _step_s(self) -> float:
-        return self._share * (STEP_S + ANSWER_S * len(self._running) + CACHED_S * self._cached()) + self._sums_s
+        computing_s = self._share * (STEP_S + ANSWER_S * len(self._running) + CACHED_S * self._cached())
+        return self._slowness * (computing_s + self._sums_s)
 
     def _block(self, seconds: float) -> None:
         self._blocked_until = max(self._at, self._blocked_until) + seconds
@@ -157,7 +168,7 @@ class SimulatedEngine:
         self._at = now
         if n == 0 or seconds == 0.0:
             return
-        first, growth = self._step_s(), self._share * CACHED_S * n
+        first, growth = self._step_s(), self._slowness * self._share * CACHED_S * n
         steps = 2 * seconds / (first + math.sqrt(first**2 + 2 * growth * seconds))
         self._steps += steps
 
@@ -170,7 +181,7 @@ class SimulatedEngine:
             return
         n = len(self._running)
         steps = max(0.0, min(self._ends[0][0] - self._steps, (self._cache_tokens - self._cached()) / n))
-        seconds = self._step_s() * steps + self._share * CACHED_S * n * steps**2 / 2
+        seconds = self._step_s() * steps + self._slowness * self._share * CACHED_S * n * steps**2 / 2
         when = max(self._at, self._blocked_until) + seconds
         self._timer = asyncio.get_running_loop().call_at(when, self._on_event)
 
@@ -181,7 +192,8 @@ class SimulatedEngine:
             if key in self._running:
                 request = self._running[key]
                 self._leave(key)
-                request.answer.set_result(None)
+                if not request.answer.done():  # it is cancelled at the end of the simulation
+                    request.answer.set_result(None)
         if self._cached() >= self._cache_tokens - 1:
             self._preempt()
         self._admit()
@@ -215,11 +227,31 @@ class SimulatedEngine:
             self._block(request.context * self._share / PREFILL_TOKENS_PER_S)
 
 
+class SimulatedDriver:
+    """The only process that all answers pass through: what it does for one keeps the others waiting."""
+
+    def __init__(self, costs: HostCosts) -> None:
+        self.costs = costs
+        self.busy_s = 0.0
+        self._is_free = asyncio.Lock()
+
+    async def receive(self, num_tokens: int) -> None:
+        await self.work(self.costs.receive * num_tokens / 1e6)
+
+    async def work(self, seconds: float) -> None:
+        async with self._is_free:
+            self.busy_s += seconds
+            await asyncio.sleep(seconds)
+
+
 class SimulatedEngines:
     """All engines behind the pool that RL uses, as one `TrainableEngine`."""
 
-    def __init__(self, engines: Sequence[SimulatedEngine], *, load_s: float = 0.0) -> None:
-        """`load_s` are further seconds in which nobody works when weights are loaded."""
+    def __init__(
+        self, engines: Sequence[SimulatedEngine], *, load_s: float = 0.0, driver: SimulatedDriver | None = None
+    ) -> None:
+        """`load_s` are further seconds in which nobody works when weights are loaded; `driver` receives the answers."""
+        self._driver = driver
         self.engines, self.version = engines, 0
         self.num_blocks = self.most_held = 0
         """Blocks of all answers so far, and the most that were in no finished step."""
@@ -233,6 +265,8 @@ class SimulatedEngines:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         completions = await self._pool.generate(prompt_ids, params)
+        if self._driver is not None:
+            await self._driver.receive(BLOCK * len(completions[0].token_ids))
         self.num_blocks += len(completions[0].token_ids)
         self.most_held = max(self.most_held, self.num_blocks - self.num_used)
         return completions
@@ -277,6 +311,10 @@ class SimulatedLearner:
     staleness: list[tuple[float, int]] = field(default_factory=list)
     """Mean and largest of each step."""
     version: int = 0
+    driver: SimulatedDriver | None = None
+    """With its costs, and those of the ranks; None: host work costs nothing."""
+    host_s: float = 0.0
+    """Seconds in which the ranks waited for work of CPUs."""
 
     async def restore(self) -> None:
         return None
@@ -287,6 +325,7 @@ class SimulatedLearner:
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         ages = [self.version - sample.oldest_version for sample in samples]
         self.staleness.append((sum(ages) / max(1, len(ages)), max(ages, default=0)))
+        await self._prepare(samples)
         seconds = sum(self._update_s(part) for part in cut_minibatches(samples, self.cfg.minibatches_per_step, seed=0))
         self.version += 1
         self.busy_s += seconds
@@ -295,14 +334,34 @@ class SimulatedLearner:
         updates = {"rl/optim/updates": 1.0, "rl/optim/skipped": 0.0, "rl/ratio/min": 0.9, "rl/ratio/max": 1.1}
         return updates | {"rl/batch/tokens": float(num_tokens)}
 
-    def _update_s(self, samples: Sequence[TrainSample]) -> float:
-        runtime, hardware, size = self.cfg.runtime, HardwareConfig(), self.size
-        work_of_row = row_work(size, recomputes=True)
+    async def _prepare(self, samples: Sequence[TrainSample]) -> None:
+        """Let the driver make and send the rows, and every rank read all counts, plan as all do, and pack its own."""
+        if self.driver is None:
+            return
+        costs, runtime, started = self.driver.costs, self.cfg.runtime, asyncio.get_running_loop().time()
+        mtok = BLOCK * sum(len(sample.token_ids) for sample in samples) / 1e6
+        await self.driver.work((costs.select + costs.send) * mtok)
+        num_ranks = runtime.num_workers // runtime.context_parallel
+        cpu = time.process_time()
+        for part in cut_minibatches(samples, self.cfg.minibatches_per_step, seed=0):
+            self._plan(part)
+        planning_s = time.process_time() - cpu
+        # Rank 0 plans for the driver, and then every rank for itself.
+        await asyncio.sleep(costs.row * len(samples) + 2 * planning_s + costs.prepare * mtok / num_ranks)
+        self.host_s += asyncio.get_running_loop().time() - started
+
+    def _plan(self, samples: Sequence[TrainSample]) -> tuple[Plan, list[Item]]:
+        runtime, work_of_row = self.cfg.runtime, row_work(self.size, recomputes=True)
         lengths = [BLOCK * len(sample.token_ids) for sample in samples]
         items = [Item(num_tokens=n, work=work_of_row(n)) for n in lengths]
         num_ranks = runtime.num_workers // runtime.context_parallel
-        plan = distribute(items, capacity=runtime.tokens_per_microbatch, num_ranks=num_ranks)
-        share = busy_share(plan, items, num_ranks)
+        return distribute(items, capacity=runtime.tokens_per_microbatch, num_ranks=num_ranks), items
+
+    def _update_s(self, samples: Sequence[TrainSample]) -> float:
+        runtime, hardware, size = self.cfg.runtime, HardwareConfig(), self.size
+        plan, items = self._plan(samples)
+        lengths = [item.num_tokens for item in items]
+        share = busy_share(plan, items, runtime.num_workers // runtime.context_parallel)
         self.rank_shares.append(share)
         # 6 operations a weight and token in the update and 2 for old log-probs; recomputation is no part of MFU.
         weights = size.num_layers * size.layer_params + size.vocab_size * size.hidden_size
@@ -312,7 +371,11 @@ class SimulatedLearner:
     async def weights(self) -> WeightSource:
         return Path()
 
-    async def save(self, counters: object) -> None: ...
+    async def save(self, counters: object) -> None:
+        """Copy weights and moments on every rank; `checkpoint.asynchronous` writes them beside the next steps."""
+        if self.driver is not None:
+            size = self.size.num_layers * self.size.layer_params + 2 * self.size.vocab_size * self.size.hidden_size
+            await asyncio.sleep(CHECKPOINT_BYTES * size / self.cfg.runtime.num_workers / COPY_BYTES_PER_S)
 
     async def export(self, target: Path) -> None: ...
 

@@ -1,0 +1,186 @@
+"""Training rows as arrays, so that a learner rank is sent the tokens of its own rows alone. Imports no torch.
+
+A step of a thousand GPUs has hundreds of millions of tokens. As tuples every rank would unpickle all of them; as arrays
+(int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, which Ray's store shares without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from klear_core.types import TrainSample
+
+
+class TrainRow(Protocol):
+    """What the learner reads of a row: of a `TrainSample`, or of an `ArrayRow`. It is a `TokenRow`."""
+
+    @property
+    def problem_id(self) -> str:
+        """Return the id of the answered problem."""
+
+    @property
+    def advantage(self) -> float:
+        """Return the advantage of every loss token."""
+
+    @property
+    def is_positive(self) -> bool:
+        """Return whether the language-model loss learns from the row."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Return the oldest version of the weights that sampled a token."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Return the tokens of prompt and response."""
+
+    @property
+    def loss_mask(self) -> Sequence[bool]:
+        """Return the loss mask, as long as `token_ids`."""
+
+    @property
+    def old_logps(self) -> Sequence[float]:
+        """Return the sampler's log-probs, as long as `token_ids`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the length of `token_ids`."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Return how many tokens carry loss."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the number of tokens before the first that carries loss."""
+
+    @property
+    def prompt_key(self) -> Hashable:
+        """Return what rows share if and only if their prompts are equal."""
+
+
+Row = TypeVar("Row", bound=TrainRow)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens of some rows, end to end."""
+
+    rows: tuple[int, ...]
+    """Indices of these rows among all of the step."""
+    ids: np.ndarray
+    """int32."""
+    logps: np.ndarray
+    """float32, as the learner computes with them; 0 on prompts."""
+
+
+_NO_IDS, _NO_LOGPS = np.empty(0, np.int32), np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ArrayRow:
+    """A `TrainSample` as arrays; a rank has the tokens of its own rows, and of the others the counts."""
+
+    index: int
+    """Place among the rows of the step."""
+    problem_id: str
+    advantage: float
+    is_positive: bool
+    oldest_version: int
+    runs: tuple[int, ...]
+    """Lengths of the runs of equal values in the loss mask. The first run is of False, and may be empty."""
+    num_tokens: int
+    num_loss_tokens: int
+    prompt_key: int
+    """Number of the prompt, among the different ones of the step."""
+    token_ids: np.ndarray
+    """int32; empty for a row of another rank, as `old_logps` is."""
+    old_logps: np.ndarray
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the number of tokens before the first that carries loss."""
+        return self.runs[0]
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """Return the loss mask."""
+        return np.repeat(np.arange(len(self.runs)) % 2 == 1, self.runs)
+
+    def sample(self) -> TrainSample:
+        """Return the row as a record, which can be written to a file."""
+        return TrainSample(
+            problem_id=self.problem_id,
+            token_ids=tuple(self.token_ids.tolist()),
+            loss_mask=tuple(self.loss_mask.tolist()),
+            old_logps=tuple(self.old_logps.tolist()),
+            advantage=self.advantage,
+            is_positive=self.is_positive,
+            oldest_version=self.oldest_version,
+        )
+
+
+def counts_of(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:
+    """Return rows with everything but the tokens: what every rank needs to plan the step as the others do."""
+    numbers: dict[Hashable, int] = {}
+    rows = []
+    for index, sample in enumerate(samples):
+        mask = np.fromiter(sample.loss_mask, np.bool_, len(sample.loss_mask))
+        # Where the mask changes; a leading False gives a mask that begins with True an empty first run.
+        changes = np.flatnonzero(np.diff(mask, prepend=False))
+        runs = np.diff(changes, prepend=0, append=len(mask))
+        prompt = sample.token_ids[: int(runs[0])]
+        rows.append(
+            ArrayRow(
+                index=index,
+                problem_id=sample.problem_id,
+                advantage=sample.advantage,
+                is_positive=sample.is_positive,
+                oldest_version=sample.oldest_version,
+                runs=tuple(runs.tolist()),
+                num_tokens=len(mask),
+                num_loss_tokens=int(mask.sum()),
+                prompt_key=numbers.setdefault(prompt, len(numbers)),
+                token_ids=_NO_IDS,
+                old_logps=_NO_LOGPS,
+            )
+        )
+    return tuple(rows)
+
+
+def tokens_of(samples: Sequence[TrainSample], rows: Sequence[int]) -> Tokens:
+    """Return the tokens of these of the samples."""
+    chosen = [samples[i] for i in rows]
+    ends = np.cumsum([0, *(len(sample.token_ids) for sample in chosen)]).tolist()
+    ids, logps = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
+    for sample, start, end in zip(chosen, ends, ends[1:], strict=False):
+        ids[start:end] = np.fromiter(sample.token_ids, np.int32, end - start)
+        # Rounded here and not in the learner, which computes with float32: the same rounding of the same numbers.
+        logps[start:end] = np.fromiter(sample.old_logps, np.float32, end - start)
+    return Tokens(rows=tuple(rows), ids=ids, logps=logps)
+
+
+def with_tokens(counts: Sequence[ArrayRow], tokens: Tokens) -> list[ArrayRow]:
+    """Return all rows of the step, those of `tokens` with views of its arrays."""
+    rows, start = list(counts), 0
+    for i in tokens.rows:
+        end = start + rows[i].num_tokens
+        rows[i] = replace(rows[i], token_ids=tokens.ids[start:end], old_logps=tokens.logps[start:end])
+        start = end
+    return rows
+
+
+def samples_here(rows: Sequence[TrainRow]) -> list[TrainSample]:
+    """Return as records those of the rows whose tokens are here."""
+    samples = []
+    for row in rows:
+        match row:
+            case TrainSample():
+                samples.append(row)
+            case ArrayRow() if len(row.token_ids):
+                samples.append(row.sample())
+    return samples

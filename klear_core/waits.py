@@ -1,0 +1,228 @@
+"""Say who waits for whom: a wait that lasts is named in the log, with what the other side did last, and kept for a trace.
+
+A hang is a wait that does not end. Whoever waits for something of another process says so with `waiting`; one thread of
+this process looks after all waits, so that a blocked event loop is named, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+TELL_S = 60.0
+"""Seconds after which a wait is named; again after twice that, four times that, and so on. Ours."""
+_LOOK_S = 0.25
+_LOOP_S = 0.5
+"""Seconds between two signs of life of an event loop."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wait:
+    whom: str
+    what: str
+    last: Callable[[], str]
+    since: float
+    tell_at: float
+
+
+_ids = itertools.count()
+_open: dict[int, _Wait] = {}
+_lock = threading.Lock()
+_watcher: threading.Thread | None = None
+_tell_s = TELL_S
+_trace: Trace | None = None
+
+
+def tell_after(seconds: float) -> float:
+    """Name waits after so many seconds from now on; return what it was before."""
+    global _tell_s  # one watcher a process
+    before, _tell_s = _tell_s, seconds
+    return before
+
+
+@contextmanager
+def waiting(whom: str, what: str, last: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Wait in the block for `whom` to do `what`. `last` says what it did last; it is called only for a line of the log."""
+    now = time.monotonic()
+    wait = _Wait(whom=whom, what=what, last=last, since=now, tell_at=now + _tell_s)
+    key = next(_ids)
+    with _lock:
+        _open[key] = wait
+    _start_watcher()
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.pop(key, None)
+        if _trace is not None:
+            _trace.add(f"wait: {whom}", what, wait.since, time.monotonic())
+
+
+class Silence:
+    """Names a wait in which nothing happens, for callers who see progress themselves: first after TELL_S, then seldom."""
+
+    def __init__(self) -> None:
+        self._tell_at = _tell_s
+
+    @property
+    def check_s(self) -> float:
+        """Return the longest pause between two checks."""
+        return max(_LOOK_S, _tell_s / 4)
+
+    def check(self, silent_s: float, line: Callable[[], str]) -> None:
+        """Log the line if nothing has happened for long enough."""
+        if silent_s < _tell_s:
+            self._tell_at = _tell_s
+        elif silent_s >= self._tell_at:
+            self._tell_at = 2 * silent_s
+            log.warning("nothing has happened for %.0f s: waiting for %s", silent_s, line())
+
+
+@contextmanager
+def loop_watched(what: str) -> Iterator[None]:
+    """Name the code that keeps this thread's event loop from running, while the block runs in that loop."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+    ended, silence, last_beat = threading.Event(), Silence(), time.monotonic()
+    handle: asyncio.TimerHandle | None = None
+
+    def beat() -> None:
+        nonlocal last_beat, handle
+        last_beat = time.monotonic()
+        handle = loop.call_later(_LOOP_S, beat)
+
+    def look() -> None:
+        while not ended.wait(_LOOK_S):
+            silence.check(
+                time.monotonic() - last_beat,
+                lambda: f"the driver, whose event loop is busy in {_place_of(thread)}; {what}",
+            )
+
+    beat()
+    threading.Thread(target=look, name="klear-loop-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if handle is not None:
+            handle.cancel()
+
+
+def _place_of(thread: int) -> str:
+    """Return the innermost frames of a thread, those of Klear first."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "no code: its thread has ended"
+    stack = traceback.extract_stack(frame)
+    ours = [f for f in stack if "klear_core" in f.filename] or stack
+    return " < ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in reversed(ours[-3:]))
+
+
+def _start_watcher() -> None:
+    global _watcher  # noqa: PLW0603  # one watcher a process
+    if _watcher is None or not _watcher.is_alive():  # a forked process has none
+        _watcher = threading.Thread(target=_watch, name="klear-waits", daemon=True)
+        _watcher.start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        now = time.monotonic()
+        with _lock:
+            due = [wait for wait in _open.values() if now >= wait.tell_at]
+        for wait in due:
+            waited_s = now - wait.since
+            wait.tell_at = wait.since + 2 * max(waited_s, _tell_s)
+            log.warning("waiting for %s to %s, for %.0f s%s", wait.whom, wait.what, waited_s, _last_of(wait))
+
+
+def _last_of(wait: _Wait) -> str:
+    try:
+        last = wait.last()
+    except Exception as error:  # noqa: BLE001  # a line of the log ends no run
+        last = f"not known ({type(error).__name__})"
+    return f"; last: {last}" if last else ""
+
+
+@asynccontextmanager
+async def progress_watched(count: Callable[[], object], line: Callable[[], str]) -> AsyncIterator[None]:
+    """Log `line` while the block runs and `count` returns the same for long."""
+
+    async def look() -> None:
+        silence, seen, seen_at = Silence(), count(), time.monotonic()
+        while True:
+            await asyncio.sleep(silence.check_s)
+            if (found := count()) != seen:
+                seen, seen_at = found, time.monotonic()
+            silence.check(time.monotonic() - seen_at, line)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+
+
+# ---- trace ----
+
+
+TRACE_FILE = "trace.json"
+"""Name of the trace in the artifact of an RL stage."""
+
+
+class Trace:
+    """Spans of a run as a Chrome trace (chrome://tracing, Perfetto), one line of JSON each, in a file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        """Continue the file, if it is there: times are of the wall clock."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        # The format allows the list to be left open, and a comma after the last entry: a killed run has a whole trace.
+        self._file = path.open("a")
+        if self._file.tell() == 0:
+            self._file.write("[\n")
+        self._offset = time.time() - time.monotonic()
+
+    def add(self, track: str, name: str, start: float, end: float) -> None:
+        """Add a span between two times of the monotonic clock, on a track of its own."""
+        us = 1e6
+        event = {"name": name, "ph": "X", "pid": track, "tid": track, "ts": round((start + self._offset) * us)}
+        line = json.dumps(event | {"dur": round((end - start) * us)})
+        with self._lock:
+            self._file.write(f"{line},\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+
+@contextmanager
+def traced(path: Path) -> Iterator[Trace]:
+    """Keep the spans of the block in a file: waits, and what is added by `span`."""
+    global _trace  # a process runs one stage
+    before, _trace = _trace, Trace(path)
+    try:
+        yield _trace
+    finally:
+        trace, _trace = _trace, before
+        trace.close()
+
+
+def span(track: str, name: str, start: float, end: float) -> None:
+    """Add a span of the monotonic clock to the trace, if one is kept."""
+    if _trace is not None:
+        _trace.add(track, name, start, end)

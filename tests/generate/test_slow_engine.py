@@ -1,0 +1,79 @@
+"""An engine that takes longer than the others for its tokens is named, and gets fewer requests until it is as fast."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+from virtual_clock import run_virtually
+
+from klear_core.generate.engine import SamplingParams
+from klear_core.generate.pool import EnginePool
+from klear_core.types import Completion
+
+PARAMS = SamplingParams(
+    num_samples=1, temperature=1, top_p=1, top_k=0, repetition_penalty=1, max_new_tokens=100, seed=0
+)
+
+
+class TimedEngine:
+    """Ten tokens a request, each of which takes so many seconds and more with every request beside it."""
+
+    limit = 40
+    is_queued = False
+
+    def __init__(self, name: str, token_s: float) -> None:
+        self.name, self.token_s = name, token_s
+        self.num_running = self.num_answers = 0
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        self.num_running += 1
+        try:
+            for _ in range(10):
+                await asyncio.sleep(self.token_s * (1 + self.num_running / 4))
+        finally:
+            self.num_running -= 1
+        self.num_answers += 1
+        return [
+            Completion(text="", token_ids=(1,) * 10, logps=(0.0,) * 10, finish_reason="stop", policy_versions=(0,) * 10)
+        ]
+
+
+async def served(engines: list[TimedEngine], num_requests: int, in_flight: int) -> list[float]:
+    """Return how many seconds each answer took."""
+    pool = EnginePool(engines, lambda _name, error: (_ for _ in ()).throw(error))
+    await pool.start()
+    room, loop = asyncio.Semaphore(in_flight), asyncio.get_running_loop()
+
+    async def ask() -> float:
+        async with room:
+            began = loop.time()
+            await pool.generate((1,), PARAMS)
+            return loop.time() - began
+
+    return list(await asyncio.gather(*(ask() for _ in range(num_requests))))
+
+
+def test_a_slow_engine_gets_fewer_requests_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    engines = [TimedEngine(f"engine {i}", 3.0 if i == 2 else 1.0) for i in range(6)]
+    with caplog.at_level(logging.WARNING):
+        seconds = run_virtually(served(engines, 3000, 120))
+    usual = sorted(seconds)[len(seconds) // 2]
+    assert max(seconds[1500:]) < 1.8 * usual, "its answers would take 3 times as long"
+    assert engines[2].num_answers < engines[0].num_answers / 3
+    named = [record.getMessage() for record in caplog.records if "is slow" in record.getMessage()]
+    assert [message.partition(" is slow")[0] for message in named] == ["engine 2"]
+
+
+def test_equal_engines_get_equal_shares_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    engines = [TimedEngine(f"engine {i}", 1.0) for i in range(6)]
+    with caplog.at_level(logging.WARNING):
+        run_virtually(served(engines, 1200, 120))
+    assert {engine.num_answers for engine in engines} == {200}
+    assert caplog.records == []
