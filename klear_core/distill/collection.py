@@ -89,7 +89,8 @@ class Collection:
         where = ""
         if isinstance(teacher, HttpTeacherConfig):
             where = " at " + ", ".join(endpoint.base_url for endpoint in teacher.runtime.endpoints)
-        return f"replies of the teacher{where} or their verdicts; last: {self.progress.num_done} problems done, {self.usage.tokens} tokens"
+        done = f"{self.progress.num_done} problems done, {self.usage.tokens} tokens"
+        return f"replies of the teacher{where} or their verdicts; last: {done}"
 
     def count_earlier(self, shards: Sequence[Shard[Problem]], finished: Mapping[Path, FinishedShard]) -> None:
         """Count what earlier runs finished and used, before new work: counts and limits are over all shards."""

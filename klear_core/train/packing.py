@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,11 +30,11 @@ class TokenRow(Protocol):
     """A row that can be packed. Token i carries loss if `loss_mask[i]`; the first never does: nothing predicts it."""
 
     @property
-    def token_ids(self) -> Sequence[int]:
+    def token_ids(self) -> Sequence[int] | npt.NDArray[np.generic]:
         """Return the tokens of prompt and response."""
 
     @property
-    def loss_mask(self) -> Sequence[bool]:
+    def loss_mask(self) -> Sequence[bool] | npt.NDArray[np.generic]:
         """Return the loss mask, as long as `token_ids`."""
 
     @property
@@ -90,7 +91,9 @@ class MicroBatch:
         return self.target_N.numel()
 
     def gather(
-        self, values: Sequence[Sequence[float]] | Mapping[int, Sequence[float]], dtype: torch.dtype = torch.float32
+        self,
+        values: Sequence[Sequence[float]] | Mapping[int, Sequence[float] | npt.NDArray[np.generic]],
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Return one value per loss token, `values[row][column]`; `values` has one per token of the rows in here."""
         # float64, so that nothing but the cast to `dtype` rounds.
