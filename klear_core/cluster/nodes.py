@@ -155,7 +155,7 @@ def _interface_of(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         # IPv6 addresses of one link carry their scope: fe80::1%eth0
         if address in (found.address.partition("%")[0] for found in addresses):
-            return name.partition(":")[0]  # eth0:1 is a second address of eth0
+            return str(name).partition(":")[0]  # eth0:1 is a second address of eth0
     return None
 
 

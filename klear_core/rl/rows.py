@@ -35,15 +35,15 @@ class TrainRow(Protocol):
         """Return the oldest version of the weights that sampled a token."""
 
     @property
-    def token_ids(self) -> Sequence[int]:
+    def token_ids(self) -> Sequence[int] | np.ndarray:
         """Return the tokens of prompt and response."""
 
     @property
-    def loss_mask(self) -> Sequence[bool]:
+    def loss_mask(self) -> Sequence[bool] | np.ndarray:
         """Return the loss mask, as long as `token_ids`."""
 
     @property
-    def old_logps(self) -> Sequence[float]:
+    def old_logps(self) -> Sequence[float] | np.ndarray:
         """Return the sampler's log-probs, as long as `token_ids`."""
 
     @property
