@@ -1,8 +1,7 @@
 """Training rows as arrays, so that a learner rank is sent the tokens of its own rows alone. Imports no torch.
 
 A step of a thousand GPUs has hundreds of millions of tokens. As tuples every rank would unpickle all of them; as arrays
-(int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, which Ray's store shares
-without a copy.
+(int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, which Ray's store shares without a copy.
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from klear_core.types import TrainSample
-
-Array = npt.NDArray[np.generic]
 
 
 class TrainRow(Protocol):
@@ -39,15 +35,15 @@ class TrainRow(Protocol):
         """Return the oldest version of the weights that sampled a token."""
 
     @property
-    def token_ids(self) -> Sequence[int] | Array:
+    def token_ids(self) -> Sequence[int] | np.ndarray:
         """Return the tokens of prompt and response."""
 
     @property
-    def loss_mask(self) -> Sequence[bool] | Array:
+    def loss_mask(self) -> Sequence[bool] | np.ndarray:
         """Return the loss mask, as long as `token_ids`."""
 
     @property
-    def old_logps(self) -> Sequence[float] | Array:
+    def old_logps(self) -> Sequence[float] | np.ndarray:
         """Return the sampler's log-probs, as long as `token_ids`."""
 
     @property

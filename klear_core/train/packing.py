@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,11 +29,11 @@ class TokenRow(Protocol):
     """A row that can be packed. Token i carries loss if `loss_mask[i]`; the first never does: nothing predicts it."""
 
     @property
-    def token_ids(self) -> Sequence[int] | npt.NDArray[np.generic]:
+    def token_ids(self) -> Sequence[int] | np.ndarray:
         """Return the tokens of prompt and response."""
 
     @property
-    def loss_mask(self) -> Sequence[bool] | npt.NDArray[np.generic]:
+    def loss_mask(self) -> Sequence[bool] | np.ndarray:
         """Return the loss mask, as long as `token_ids`."""
 
     @property
@@ -92,7 +91,7 @@ class MicroBatch:
 
     def gather(
         self,
-        values: Sequence[Sequence[float]] | Mapping[int, Sequence[float] | npt.NDArray[np.generic]],
+        values: Sequence[Sequence[float]] | Mapping[int, Sequence[float] | np.ndarray],
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Return one value per loss token, `values[row][column]`; `values` has one per token of the rows in here."""
@@ -285,12 +284,12 @@ class _SequenceBuilder:
     """Builder of a packed sequence: segments end to end, each with its tokens and its first token's position."""
 
     def __init__(self) -> None:
-        self.segments: list[tuple[Sequence[int], int]] = []
+        self.segments: list[tuple[Sequence[int] | np.ndarray, int]] = []
         self.group_sizes: list[int] = []
         self.predictors: list[np.ndarray] = []
         self.length = 0
 
-    def add_segments(self, segments: list[tuple[Sequence[int], int]]) -> None:
+    def add_segments(self, segments: list[tuple[Sequence[int] | np.ndarray, int]]) -> None:
         self.segments += segments
         self.group_sizes.append(len(segments))
         self.length += sum(len(tokens) for tokens, _ in segments)
