@@ -303,9 +303,11 @@ def scorer_beside(
 RAYS_THREAD = "ray_listen_error_messages"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _REPORTED_BY_US = re.compile(
-    r"A worker died or was killed|worker .*(exit|died)|The actor .*died|restart", re.IGNORECASE
+    r"A worker died or was killed|worker .*(exit|died)|The actor .*died|restart|\[state-dump\]|\(raylet\) \w+\.cc:\d+",
+    re.IGNORECASE,
 )
-"""Messages about lost actors, logged as INFO only: the stage itself reports them, with the consequence for the run."""
+"""Messages about lost actors, logged as INFO only: the stage itself reports them, with the consequence for the run. The
+last lines of a dead raylet's log, too: the line before them says that it is dead."""
 
 
 @contextmanager

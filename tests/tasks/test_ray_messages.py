@@ -39,6 +39,14 @@ def test_lost_workers_go_to_the_log_and_lack_of_memory_is_a_warning(
     ]
 
 
+def test_of_a_dead_raylet_one_line_is_shown_and_the_tail_of_its_log_is_only_logged(caplog: pytest.LogCaptureFixture):
+    dead = "(raylet) Raylet is terminated. Termination is unexpected. Possible reasons include: (1) SIGKILL by the user"
+    tail = ("[state-dump] DebugString() time ms: 0", "[2026-11-24 I 2 2] (raylet) worker_pool.cc:811: Job 01 started.")
+    with caplog.at_level(logging.INFO), ray_messages_logged():
+        say(dead, *tail)
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO", "INFO"]
+
+
 def test_a_warning_is_shown_by_a_console_that_writes_to_the_same_terminal(capsys: pytest.CaptureFixture[str]):
     console = RunConsole()
     with ray_messages_logged():
