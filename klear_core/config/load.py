@@ -260,7 +260,8 @@ def toml_value(text: str) -> object:
 
 def as_option(key: str, value: object) -> str:
     """Return the option that sets a setting, quoted for the shell: `--set 'given.score_despite=["aime24"]'`."""
-    stands_for_itself = isinstance(value, str) and toml_value(value) == value
+    # Spaces around the text of an option are not part of its value.
+    stands_for_itself = isinstance(value, str) and toml_value(value) == value == value.strip()
     text = value if stands_for_itself else _value(value)
     return f"--set {shlex.quote(f'{key}={text}')}"
 
@@ -304,7 +305,7 @@ def _value(value: object) -> str:
 
 
 def _key(name: str) -> str:
-    return name if _BARE_KEY.fullmatch(name) else json.dumps(name)
+    return name if _BARE_KEY.fullmatch(name) else _value(name)
 
 
 # ---- explain ----

@@ -1,8 +1,14 @@
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from klear_core.artifacts.records import read_shard, read_shards, shard_name, write_shard
 from klear_core.errors import ArtifactError
 from klear_core.types import (
+    AssertTests,
     CallCase,
     CallTests,
     CodeReference,
@@ -13,6 +19,9 @@ from klear_core.types import (
     Problem,
     Reference,
     SftExample,
+    StdinCase,
+    StdinTests,
+    UnverifiableReference,
     domain_of,
     problem_id_of,
 )
@@ -40,6 +49,37 @@ def test_records_come_back_as_they_went(tmp_path):
     problems.append(problem("24?", custom))
     assert write_shard(tmp_path / "a.parquet", problems) == 3
     assert read_shard(tmp_path / "a.parquet", Problem) == problems
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+TESTS = st.one_of(
+    st.builds(
+        StdinTests,
+        cases=st.lists(st.builds(StdinCase, input=TEXTS, output=TEXTS), min_size=1, max_size=3).map(tuple),
+    ),
+    st.builds(AssertTests, programs=st.lists(TEXTS, min_size=1, max_size=3).map(tuple)),
+)
+REFERENCES = st.one_of(
+    st.builds(MathReference, answers=st.lists(TEXTS, max_size=3).map(tuple)),
+    st.builds(
+        CodeReference,
+        tests=TESTS,
+        checker=TEXTS,
+        time_limit_s=st.none() | st.floats(0.1, 9),
+        is_order_free=st.booleans(),
+    ),
+    st.builds(UnverifiableReference, domain=st.sampled_from(Domain), why=TEXTS),
+    st.builds(CustomReference, judge=TEXTS, domain=st.sampled_from(Domain), value_json=TEXTS),
+)
+
+
+@given(st.lists(st.builds(problem, TEXTS, REFERENCES), max_size=4))
+def test_any_records_come_back_as_they_went(records):
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "a.parquet"
+        assert write_shard(path, records) == len(records)
+        assert read_shard(path, Problem) == records
+        assert read_shard(path, Problem, rows=range(len(records))[::2]) == records[::2]
 
 
 def test_an_empty_shard_is_a_shard(tmp_path):

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from klear_core.train.packing import pack
 from klear_core.types import TokenCounts
@@ -25,6 +27,31 @@ def rows_of_lengths(*lengths: int) -> list[Row]:
 
 def bins(rows, tokens, **kw):
     return [m.rows for m in pack(rows, tokens_per_microbatch=tokens, **kw).micro_batches]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40)), min_size=1, max_size=12),
+    st.integers(8, 64),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_every_row_lies_whole_in_one_micro_batch_of_one_rank(lengths, capacity, num_ranks, shares_prompts):
+    """Whatever the lengths, and however prompts are shared: of each row all tokens are predicted, once, and no other."""
+    rows = [
+        row(*range(1000 * i, 1000 * i + prompt + answer), prompt=prompt) for i, (prompt, answer) in enumerate(lengths)
+    ]
+    packed = [
+        pack(rows, tokens_per_microbatch=capacity, rank=rank, num_ranks=num_ranks, shares_prompts=shares_prompts)
+        for rank in range(num_ranks)
+    ]
+    assert len({len(batch.micro_batches) for batch in packed}) == 1
+    micro_batches = [micro for batch in packed for micro in batch.micro_batches]
+    assert sorted(i for micro in micro_batches for i in micro.rows) == list(range(len(rows)))
+    targets = sorted(token for micro in micro_batches if micro.rows for token in micro.target_N.tolist())
+    assert targets == sorted(
+        t for r in rows for t, is_target in zip(r.token_ids, r.loss_mask, strict=True) if is_target
+    )
+    assert {batch.num_loss_tokens for batch in packed} == {len(targets)}
 
 
 def test_rows_lie_end_to_end_with_positions_that_restart():

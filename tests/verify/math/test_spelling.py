@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klear_core.verify.math.answer_text import _SYNONYMS, normalise
+from klear_core.config.verify import MathConfig
+from klear_core.verify.math.answer_text import _SYNONYMS, MathAnswer, normalise
+from klear_core.verify.math.numbers import as_text, plain_number
+from klear_core.verify.math.rules import decide, usable_references
 from klear_core.verify.math.spelling import COMMANDS, Rewrite, plain_characters, rewritten
 
 COMMAND_PIECES = r"""
@@ -59,3 +64,31 @@ def test_fractions_in_all_commands_are_one(a: int, b: int, c: int) -> None:
     forms = {normalise(rf"{a}+\{command}{{{b}}}{{{c}}}") for command in ("frac", "dfrac", "tfrac", "cfrac")}
     assert len(forms) == 1
     assert all(r"\frac" in form for form in forms)
+
+
+@given(st.fractions())
+def test_a_number_written_as_latex_is_read_back(value: Fraction) -> None:
+    number = plain_number(as_text(value))
+    assert number is not None
+    assert (number.value, number.is_rounded) == (value, False)
+
+
+@given(
+    st.integers(1, 10**6),
+    st.sampled_from(
+        [("km", "m", 1000), ("m", "cm", 100), ("kg", "g", 1000), ("hours", "minutes", 60), ("cm", "mm", 10)]
+    ),
+    st.sampled_from(["{} {}", r"{}\text{{ {}}}", r"{}\,\mathrm{{{}}}"]),
+)
+def test_a_quantity_is_the_same_in_other_units_and_no_other_is(
+    num: int, units: tuple[str, str, int], form: str
+) -> None:
+    large, small, factor = units
+    (gold,) = usable_references((form.format(num, large),), MathConfig())
+
+    def verdict(value: int) -> object:
+        return decide((gold,), MathAnswer(texts=(form.format(value, small),), is_unboxed=False), MathConfig())
+
+    assert verdict(num * factor) is True
+    assert verdict(num * factor + 1) is False
+    assert verdict(num) is False
