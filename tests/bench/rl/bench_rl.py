@@ -158,7 +158,7 @@ def _given_round(side: str, dtype: Dtype, model: Path, workdir: Path) -> tuple[f
     if side == "klear":
         artifact = workdir / "base"
         artifact.mkdir(parents=True)
-        model_folder(artifact).symlink_to(model.resolve())
+        (artifact / "model").symlink_to(model.resolve())
         rate = _klear_rate(artifact, workdir, size)
     else:
         rate = _trl_rate(model.resolve(), workdir, size)
