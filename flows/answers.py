@@ -25,6 +25,7 @@ from klear_core.errors import ArtifactError, ConfigError, DataError
 from klear_core.evaluate.answers.judge_file import JudgeSummary, judge_file
 from klear_core.evaluate.answers.layout_rows import Layout
 from klear_core.evaluate.answers.layouts import foreign_answers
+from klear_core.evaluate.answers.mapped_rows import AnswerPlaces, places_in
 from klear_core.evaluate.answers.rejudge import CHANGES_FILE, RejudgeSummary, Rescored, check_folder, rejudge
 from klear_core.evaluate.answers.stored import (
     AnswerSource,
@@ -83,7 +84,9 @@ def _show_judged(console: Console, summary: JudgeSummary) -> None:
         console.print(f"[yellow]note[/] {escape(note)}")
 
 
-def find_answers(which: str, root: Path, layout: Layout | None = None) -> AnswerSource:
+def find_answers(
+    which: str, root: Path, layout: Layout | None = None, places: AnswerPlaces | None = None
+) -> AnswerSource:
     """Return the stored answers that `which` names.
 
     It is a stage that scored a model or made one (its newest evaluation), a fingerprint, the folder of an evaluation or
@@ -94,8 +97,8 @@ def find_answers(which: str, root: Path, layout: Layout | None = None) -> Answer
         return rejudged_answers(path)
     if is_evaluation(path):
         return evaluation_answers(path)
-    if layout is not None or path.is_file() or path.name.endswith(SUFFIXES):
-        return foreign_answers(path, layout=layout)
+    if layout is not None or places is not None or path.is_file() or path.name.endswith(SUFFIXES):
+        return foreign_answers(path, layout=layout, places=places)
     # Names of stages come before folders of the working directory, which may be called `rl` as well.
     try:
         folder = find_artifact(which, root)
@@ -137,6 +140,7 @@ def rejudge_answers(
     *,
     root: Path,
     layout: Layout | None,
+    fields: str = "",
     out: Path | None,
     num_samples: int | None = None,
 ) -> None:
@@ -146,7 +150,7 @@ def rejudge_answers(
     """
     if out is not None:
         check_folder_place("--out", out)
-    source = find_answers(which, root, layout)
+    source = find_answers(which, root, layout, places_in(fields) if fields else None)
     verify = _judge_settings(source, overrides)
     if _is_foreign(source) or num_samples is not None:
         checked = check_answers(source, num_samples=num_samples, judges={judge.name for judge in verify.all_judges})
@@ -201,11 +205,14 @@ def show_rejudged(console: Console, summary: RejudgeSummary) -> None:
         console.print(f"[yellow]note[/] {escape(line)}")
 
 
-def view_answers(which: Sequence[str], *, root: Path, layout: Layout | None, out: Path | None) -> None:
+def view_answers(
+    which: Sequence[str], *, root: Path, layout: Layout | None, fields: str = "", out: Path | None
+) -> None:
     """Write the page with all answers of the sources that `which` names, and print where it is."""
     if out is not None:
         check_folder_place("--out", out)
-    sources = _distinct([find_answers(name, root, layout) for name in which])
+    places = places_in(fields) if fields else None
+    sources = _distinct([find_answers(name, root, layout, places) for name in which])
     for source in sources:
         if _is_foreign(source):
             _show_notes(check_answers(source))

@@ -23,8 +23,19 @@ ChampionOf = Annotated[
     str, typer.Option("--model", help="Registered model in MLflow, as promote.registered_model names it.")
 ]
 LayoutOption = Annotated[
-    Literal["klear", "lm-eval", "lighteval", "matharena", "qwen-math", "rows"] | None,
+    Literal[
+        "klear", "lm-eval", "lighteval", "matharena", "qwen-math", "evalchemy", "livecodebench", "nemo-skills", "inspect",
+        "rows",
+    ]
+    | None,
     typer.Option(help="Layout of another program's files; by default detected from the first row."),
+]  # fmt: skip
+FieldsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="'KEY=PLACE ...'",
+        help="Places of the values in files of any layout: 'question=… answer=… response=… score=…', in quotes.",
+    ),
 ]
 
 
@@ -44,6 +55,7 @@ def rejudge(
         Path | None, typer.Option(help="Folder for the result; by default below rejudged/ in the workspace.")
     ] = None,
     layout: LayoutOption = None,
+    fields: FieldsOption = "",
     num_samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="Stop if a problem has fewer stored samples than this.")
     ] = None,
@@ -57,7 +69,7 @@ def rejudge(
     """
     from flows.answers import rejudge_answers
 
-    rejudge_answers(which, overrides or [], root=root, layout=layout, out=out, num_samples=num_samples)
+    rejudge_answers(which, overrides or [], root=root, layout=layout, fields=fields, out=out, num_samples=num_samples)
 
 
 @evaluations.command(rich_help_panel=LOOK)
@@ -70,6 +82,7 @@ def answers(
         Path | None, typer.Option(help="Folder for the page; by default below answers/ in the workspace.")
     ] = None,
     layout: LayoutOption = None,
+    fields: FieldsOption = "",
     root: Root = Path("runs"),
 ) -> None:
     """Write a page with every answer of one or several evaluations: filter by flipped, truncated, disagreed, unparsed.
@@ -77,10 +90,12 @@ def answers(
     klear answers sft rl
 
     klear answers evaluate_rl samples_aime24.jsonl --root /data/klear
+
+    klear answers mine.jsonl --fields 'question=prompt answer=gold response=outputs score=correct'
     """
     from flows.answers import view_answers
 
-    view_answers(which, root=root, layout=layout, out=out)
+    view_answers(which, root=root, layout=layout, fields=fields, out=out)
 
 
 @evaluations.command(rich_help_panel=SCORE)

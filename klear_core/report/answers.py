@@ -66,7 +66,16 @@ class Viewer:
 class _Stored:
     """Names and counts of problems and answers, which stay in memory; the texts are in the database."""
 
-    problems: dict[tuple[str, str], int] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    """Benchmark and id of each problem, as its first source names them."""
+    numbers: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Numbers of the problems by id."""
+    foreign: set[int] = field(default_factory=set)
+    """Numbers of those that a file of another program asked first."""
+    named: dict[tuple[int, str, str], int] = field(default_factory=dict)
+    """Numbers by source, and its own name of the benchmark and problem."""
+    taken: set[tuple[int, int]] = field(default_factory=set)
+    """Sources and problems that belong together: a source that asks a question in two benchmarks has two problems."""
     titles: list[str] = field(default_factory=list)
     templates: list[str] = field(default_factory=lambda: [""])
     """Names of the prompt templates; the first is the question as it stands."""
@@ -121,7 +130,7 @@ def _store(sources: Sequence[AnswerSource], db: sqlite3.Connection) -> _Stored:
             if isinstance(row, UnreadRow):
                 stored.num_unread += 1
                 continue
-            _store_one(row, number, db, stored)
+            _store_one(row, number, db, stored, is_foreign=source.verify is None)
             if stored.num_answers % _COMMIT_EVERY == 0:
                 db.commit()  # a transaction's pages would stay in memory
     db.commit()
@@ -129,11 +138,9 @@ def _store(sources: Sequence[AnswerSource], db: sqlite3.Connection) -> _Stored:
     return stored
 
 
-def _store_one(row: Generation, source: int, db: sqlite3.Connection, stored: _Stored) -> None:
-    key = (row.benchmark, row.problem_id)
-    number = stored.problems.get(key)
-    if number is None:
-        number = stored.problems[key] = len(stored.problems)
+def _store_one(row: Generation, source: int, db: sqlite3.Connection, stored: _Stored, *, is_foreign: bool) -> None:
+    number, is_new = _number_of(row, source, stored, is_foreign=is_foreign)
+    if is_new:
         # White space is collapsed; four times as many characters are enough for that.
         stored.titles.append(" ".join(row.question[: 4 * _TITLE_CHARS].split())[:_TITLE_CHARS])
         db.execute("INSERT INTO problems VALUES (?, ?, ?)", (number, _sqlite(row.question), _expected(row.reference)))
@@ -152,6 +159,29 @@ def _store_one(row: Generation, source: int, db: sqlite3.Connection, stored: _St
     )
     stored.counts[source, row.benchmark, row.template, row.decoding].add(row.problem_id, row.finish_reason, verdict)
     stored.num_answers += 1
+
+
+def _number_of(row: Generation, source: int, stored: _Stored, *, is_foreign: bool) -> tuple[int, bool]:
+    """Return the number of an answer's problem, and whether it is new.
+
+    Other programs call benchmarks by other names, so that their problems are shared by their questions.
+    """
+    name = (source, row.benchmark, row.problem_id)
+    if name in stored.named:
+        return stored.named[name], False
+    free = [number for number in stored.numbers[row.problem_id] if (source, number) not in stored.taken]
+    same = [number for number in free if stored.problems[number][0] == row.benchmark]
+    asked = [number for number in free if row.question and (is_foreign or number in stored.foreign)]
+    number = next(iter([*same, *asked]), len(stored.problems))
+    is_new = number == len(stored.problems)
+    if is_new:
+        stored.problems.append((row.benchmark, row.problem_id))
+        stored.numbers[row.problem_id].append(number)
+        if is_foreign and row.question:
+            stored.foreign.add(number)
+    stored.named[name] = number
+    stored.taken.add((source, number))
+    return number, is_new
 
 
 def _sqlite(text: str) -> str:

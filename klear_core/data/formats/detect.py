@@ -228,20 +228,26 @@ _MOST_NESTED = 3
 
 def suggested_line(row: Fields) -> str:
     """Return a line of TOML that says where a row has its question and reference, guessed from its keys and values."""
-    places = list(_places_of(row))
-    found: dict[str, str] = {"question": _question_place(row, places) or "PLACE_OF_THE_QUESTION"}
-    others = [place for place in places if place != found["question"]]
-    if answer := _first_readable(_by_name(others, _ANSWER_NAMES), row, _is_answer):
-        found["answer"] = answer
-    elif tests := _first_readable(_by_name(others, _TEST_NAMES), row, _is_tests):
-        found["tests"] = tests
-    elif answer := _first_readable(_unnamed(others, row), row, _is_answer):
-        found["answer"] = answer
+    found = suggested_places(row)
     pairs = ", ".join(f"{key} = {json.dumps(place, ensure_ascii=False)}" for key, place in found.items())
     return f"fields = {{ {pairs} }}" + ("" if len(found) > 1 else ', domain = "math"')
 
 
-def _places_of(value: object, before: str = "", depth: int = 0) -> Iterator[str]:
+def suggested_places(row: Fields) -> dict[str, str]:
+    """Return the likely places of a row's question and of its answer or tests, where it has any."""
+    places = list(places_of(row))
+    found: dict[str, str] = {"question": _question_place(row, places) or "PLACE_OF_THE_QUESTION"}
+    others = [place for place in places if place != found["question"]]
+    if answer := _first_readable(by_name(others, _ANSWER_NAMES), row, _is_answer):
+        found["answer"] = answer
+    elif tests := _first_readable(by_name(others, _TEST_NAMES), row, _is_tests):
+        found["tests"] = tests
+    elif answer := _first_readable(_unnamed(others, row), row, _is_answer):
+        found["answer"] = answer
+    return found
+
+
+def places_of(value: object, before: str = "", depth: int = 0) -> Iterator[str]:
     """Yield the places in a row that have no further keys below them, those near its top first."""
     held = _parsed(value) if before else value
     if not isinstance(held, Mapping) or depth == _MOST_NESTED:
@@ -255,18 +261,18 @@ def _places_of(value: object, before: str = "", depth: int = 0) -> Iterator[str]
         elif "." not in key:
             nested.append(key)
     for key in nested:
-        yield from _places_of(held[key], f"{before}.{key}" if before else key, depth + 1)
+        yield from places_of(held[key], f"{before}.{key}" if before else key, depth + 1)
 
 
 def _question_place(row: Fields, places: Sequence[str]) -> str:
-    if named := _first_readable(_by_name(places, _QUESTION_NAMES), row, _is_question):
+    if named := _first_readable(by_name(places, _QUESTION_NAMES), row, _is_question):
         return named
     texts = {place: value_at_place(row, place) for place in places}
     longest = sorted(places, key=lambda place: -len(str(texts[place])) if isinstance(texts[place], str) else 0)
     return _first_readable(longest, row, _is_question)
 
 
-def _by_name(places: Sequence[str], names: str) -> list[str]:
+def by_name(places: Sequence[str], names: str) -> list[str]:
     """Return the places whose last key is one of the names, or has one as a word; the best name first."""
     ranks = {name: rank for rank, name in enumerate(names.split())}
     ranked: list[tuple[int, int, str]] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from klear_core.data.formats.code_rows import with_instructions
 from klear_core.data.formats.fields import (
     Fields,
     RowError,
@@ -20,7 +21,7 @@ from klear_core.data.formats.fields import (
 )
 from klear_core.data.formats.math_rows import without_thousands_commas
 from klear_core.data.formats.references import reference_from_cell
-from klear_core.types import MathReference, Reference
+from klear_core.types import Domain, FinishReason, MathReference, Reference, UnverifiableReference
 from klear_core.verify.math.answer_text import boxed_texts
 
 # ---- layout fields ----
@@ -112,13 +113,20 @@ def literal(value: object, *, opening: str = "[") -> object:
 # ---- layout rows ----
 
 
-Layout = Literal["klear", "lm-eval", "lighteval", "matharena", "qwen-math", "rows"]
+Layout = Literal[
+    "klear", "lm-eval", "lighteval", "matharena", "qwen-math", "evalchemy", "livecodebench", "nemo-skills", "inspect", "rows"
+]
 
 _QUESTION_KEYS = ("question", "problem", "prompt", "query", "input")
+"""Keys of a question, in any case: AIME 2024 has `Problem`."""
 _PROGRAM_KEYS = frozenset({"entry_point", "canonical_solution", "test_list", "test_cases", "public_test_cases"})
 """Keys of a document that state a programming task."""
 _NO_ANSWERS = ("cot", "tool_call", "internal_tool_call")
 """Types of messages in MathArena's conversations that are not an answer."""
+_NEMO_SCORES = ("symbolic_correct", "is_correct", "judge_correct")
+"""Verdicts of NeMo-Skills, of its versions since 0.6 and before."""
+_INSPECT_GRADES = {"C": 1.0, "I": 0.0}
+_INSPECT_ENDS: Mapping[str, FinishReason] = {"stop": "stop", "max_tokens": "length"}
 _METRIC_KEYS = ("exact_match", "math_verify", "extractive_match", "pass@1", "acc")
 
 
@@ -130,6 +138,7 @@ class StatedAnswer:
     num_tokens: int | None = None
     score: float | None = None
     """Score that the file states; None if it states none."""
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +154,8 @@ class AnswerRow:
     """Name of the row, which no other row of its file may have; empty if the rows of a problem are further samples."""
     model: str = ""
     """Name of the model in files with answers of several."""
+    benchmark: str = ""
+    """Name of the benchmark in files that state it; empty: the file's name says it."""
 
 
 def _klear(fields: Fields) -> AnswerRow:
@@ -178,7 +189,7 @@ def _lm_eval(fields: Fields) -> AnswerRow:
     if len(texts) == 1:  # a metric of several answers together says nothing about each
         score = score_in(next((fields[name] for name in names if name in fields), None))
     return AnswerRow(
-        question=first_text(known, *_QUESTION_KEYS).strip(),
+        question=first_text({str(key).lower(): value for key, value in known.items()}, *_QUESTION_KEYS).strip(),
         reference=math_reference(_list_of_texts(value_at(fields, "target")), "target"),
         answers=tuple(StatedAnswer(text=text, score=score) for text in texts),
         problem=first_text(fields, "doc_id"),
@@ -229,7 +240,7 @@ def _lighteval_row(fields: Fields, question: str, gold: object, texts: tuple[str
     metrics = literal(fields.get("metric") or fields.get("metrics"), opening="{")
     stated = _stated_metric(metrics) if isinstance(metrics, Mapping) and len(texts) == 1 else None
     lists = tokens if isinstance(tokens, list) and len(tokens) == len(texts) else [None] * len(texts)
-    answers = []
+    answers: list[StatedAnswer] = []
     for text, ids in zip(texts, lists, strict=True):
         num_tokens = len(ids) if isinstance(ids, list) else None
         answers.append(StatedAnswer(text=text, num_tokens=num_tokens, score=stated))
@@ -301,17 +312,120 @@ def _require_answer(message: Fields, where: str) -> None:
 
 def _qwen_math(fields: Fields) -> AnswerRow:
     texts = texts_in(value_at(fields, "code"), "code")
-    stated = fields.get("score")
-    scores = stated if isinstance(stated, list) and len(stated) == len(texts) else [None] * len(texts)
-    answers = [StatedAnswer(text=text, score=score_in(score)) for text, score in zip(texts, scores, strict=True)]
-    key = "answer" if fields.get("answer") not in (None, "") else "gt"
+    key = _first_key(fields, "answer", "gt")
     return AnswerRow(
         question=text_at(fields, "question"),
         reference=math_reference(value_at(fields, key), key),
-        answers=tuple(answers),
+        answers=scored(texts, fields.get("score")),
         problem=first_text(fields, "idx"),
         row=row_name("idx", first_text(fields, "idx")),
     )
+
+
+def _evalchemy(fields: Fields) -> AnswerRow:
+    """Read one of the examples that evalchemy keeps in its file of scores; `layouts` takes them out of it."""
+    example = value_at(fields, "example")
+    assert isinstance(example, Mapping), example
+    key = _first_key(example, "expected_answer", "answer", "gold", "target")
+    texts = texts_in(example.get("model_outputs", example.get("model_output")), "model_outputs")
+    return AnswerRow(
+        question=first_text(example, *_QUESTION_KEYS).strip(),
+        reference=math_reference(value_at(example, key), key),
+        answers=scored(texts, example.get("score")),
+        problem=first_text(example, "id", "index"),
+        benchmark=first_text(fields, "task"),
+    )
+
+
+def _livecodebench(fields: Fields) -> AnswerRow:
+    """Read a problem of LiveCodeBench's runner: its files have no tests, and verdicts in those of `--evaluate`."""
+    question = with_instructions(text_at(fields, "question_content"), fields.get("starter_code"))
+    programs = fields.get("code_list")
+    said = fields.get("output_list")
+    if not isinstance(said, list) or not said:  # submissions of programs alone (`custom_evaluator`)
+        said = [f"```python\n{program}\n```" for program in programs] if isinstance(programs, list) else None
+    return AnswerRow(
+        question=question,
+        reference=UnverifiableReference(domain=Domain.CODE, why="LiveCodeBench's files of answers have no tests"),
+        answers=scored(texts_in(said, "output_list"), fields.get("graded_list")),
+        problem=first_text(fields, "question_id"),
+        row=row_name("question_id", first_text(fields, "question_id")),
+    )
+
+
+def _nemo_skills(fields: Fields) -> AnswerRow:
+    key = _first_key(fields, "problem", "question")
+    stated = next((fields[name] for name in _NEMO_SCORES if name in fields), None)
+    answer = StatedAnswer(
+        text=response_in(fields, "generation"),
+        num_tokens=count_in(fields.get("num_generated_tokens")),
+        score=score_in(stated),
+    )
+    return AnswerRow(
+        question=text_at(fields, key),
+        reference=math_reference(value_at(fields, "expected_answer"), "expected_answer"),
+        answers=(answer,),
+        problem=first_text(fields, "id"),
+    )
+
+
+def _inspect(fields: Fields) -> AnswerRow:
+    """Read a sample of Inspect's log; `layouts` takes the samples out of it, each beside the log's `eval`."""
+    header, sample = value_at(fields, "eval"), value_at(fields, "sample")
+    if not isinstance(sample, Mapping) or not isinstance(header, Mapping):
+        raise RowError("wrong_type", "sample", "a sample and `eval` must be objects")
+    output = sample.get("output")
+    choices = output.get("choices") if isinstance(output, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(output, Mapping) or not isinstance(choice, Mapping):
+        raise RowError("no_answer", "output.choices", "holds no answer: the sample failed, or was not reached")
+    usage = output.get("usage")
+    scores = sample.get("scores")
+    stated = [*scores.values()] if isinstance(scores, Mapping) else []
+    # Of several scorers none is the verdict.
+    value = stated[0].get("value") if len(stated) == 1 and isinstance(stated[0], Mapping) else None
+    answer = StatedAnswer(
+        text=_inspect_text(value_at(choice, "message", "content")),
+        num_tokens=count_in(usage.get("output_tokens")) if isinstance(usage, Mapping) else None,
+        score=_INSPECT_GRADES.get(value) if isinstance(value, str) else score_in(value),
+        finish_reason=_INSPECT_ENDS.get(str(choice.get("stop_reason"))),
+    )
+    name = first_text(sample, "id")
+    return AnswerRow(
+        question=user_message(sample, "input") if isinstance(sample.get("input"), list) else text_at(sample, "input"),
+        reference=math_reference(value_at(sample, "target"), "target"),
+        answers=(answer,),
+        problem=name,
+        row=row_name("sample", name) and f"sample {name}, epoch {first_text(sample, 'epoch')}",
+        model=first_text(header, "model"),
+        benchmark=first_text(header, "task"),
+    )
+
+
+def _inspect_text(content: object) -> str:
+    """Return an answer of one text, or of parts; reasoning that came apart from it stands in think tags before it."""
+    if isinstance(content, str):
+        return content
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    thoughts = [str(part["reasoning"]) for part in parts if part.get("type") == "reasoning" and part.get("reasoning")]
+    texts = [str(part["text"]) for part in parts if part.get("type") == "text" and part.get("text")]
+    if not parts:
+        raise RowError("no_answer", "output.choices.0.message.content", "holds no text")
+    thought = "\n\n".join(thoughts)
+    return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n\n".join(texts)
+
+
+def _first_key(fields: Fields, *names: str) -> str:
+    """Return the first of these keys that has a value; the first of all if none has, for the error to name it."""
+    return next((name for name in names if fields.get(name) not in (None, "")), names[0])
+
+
+def scored(texts: Sequence[str], stated: object) -> tuple[StatedAnswer, ...]:
+    """Return the answers with their scores: a list of as many, or one score of a single answer."""
+    scores = stated if isinstance(stated, list | tuple) else [stated]
+    if len(scores) != len(texts):
+        scores = [None] * len(texts)
+    return tuple(StatedAnswer(text=text, score=score_in(score)) for text, score in zip(texts, scores, strict=True))
 
 
 def _plain_rows(fields: Fields) -> AnswerRow:
@@ -333,6 +447,10 @@ SIGNATURES: dict[Layout, tuple[frozenset[str], ...]] = {
     ),
     "qwen-math": keys("question code answer", "question code gt"),
     "klear": keys("messages meta", "messages answer"),
+    "evalchemy": keys("task example"),
+    "livecodebench": keys("question_content output_list", "question_content code_list"),
+    "nemo-skills": keys("problem generation expected_answer", "question generation expected_answer"),
+    "inspect": keys("eval sample"),
 }
 READERS: dict[Layout, Callable[[Fields], AnswerRow]] = {
     "klear": _klear,
@@ -340,5 +458,9 @@ READERS: dict[Layout, Callable[[Fields], AnswerRow]] = {
     "lighteval": _lighteval,
     "matharena": _matharena,
     "qwen-math": _qwen_math,
+    "evalchemy": _evalchemy,
+    "livecodebench": _livecodebench,
+    "nemo-skills": _nemo_skills,
+    "inspect": _inspect,
     "rows": _plain_rows,
 }

@@ -7,9 +7,14 @@
 | `lighteval` | details in Parquet: `doc` and `model_response`, or `predictions` and `gold` (before version 0.11) |
 | `matharena` | outputs by answer (`problem`, `gold_answer`, `answer`), or a file per problem (`messages`) |
 | `qwen-math` | Qwen2.5-Math's harness, also SimpleRL's and SkyThought's: `question`, `answer`, `code`, `score` |
+| `evalchemy` | `results_*.json` whose `results` have `examples` with `model_outputs` |
+| `livecodebench` | `Scenario.codegeneration_*.json`: `output_list`, `code_list`, `graded_list`; programs, without tests |
+| `nemo-skills` | `output*.jsonl`: `generation`, `expected_answer`; the files of a folder are samples of one benchmark |
+| `inspect` | Inspect's logs in JSON: `eval`, `samples` |
 | `rows` | `id`, `response` and `reference`, as `klear judge` reads them |
 
-Only answers to math problems are read. A row that does not fit is returned as `UnreadRow`, and counted.
+Any other file is read by the places of its values (`mapped_rows`). A row that does not fit is returned as `UnreadRow`,
+and counted.
 """
 
 from __future__ import annotations
@@ -18,16 +23,19 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
-from klear_core.data.formats.fields import RowError, best_fit
+from klear_core.data.formats.detect import value_at_place
+from klear_core.data.formats.fields import Fields, RowError, best_fit
 from klear_core.data.formats.references import has_half_character
 from klear_core.data.readers import SUFFIXES, BrokenRow, FileRow, is_array, read_rows, stem_of, whole_text
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.answers.layout_rows import READERS, SIGNATURES, AnswerRow, Layout
+from klear_core.evaluate.answers.mapped_rows import AnswerPlaces, mapped_row, suggested_option
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow
 from klear_core.types import Outcome, Verdict, domain_of, problem_id_of
 
@@ -37,36 +45,55 @@ _JSON = (".json", ".json.gz", ".json.zst")
 _DATE = re.compile(r"_\d{4}-\d{2}-\d{2}T[\d.:-]+$")
 """End of a file's name that says when it was written."""
 _SCORES = re.compile(r"results_.*\.json")
-"""Name of the file of scores that lm-evaluation-harness and lighteval write beside the answers."""
+"""Name of the file of scores that lm-evaluation-harness and lighteval write beside the answers, evalchemy with them."""
+_GRADED = "_eval_all.json"
+"""End of the name of LiveCodeBench's file of answers with verdicts."""
+_NEMO_PART = re.compile(r"output(?:-rs\d+|-greedy)?(?:_chunk_\d+)?")
+"""Name of a file with some of the answers of NeMo-Skills: by seed and chunk."""
+MAPPED: Literal["mapped"] = "mapped"
+"""Stands for a layout where the places of the values are given."""
 
 
-def foreign_answers(path: Path, *, layout: Layout | None = None, name: str = "") -> AnswerSource:
-    """Return the answers in a file, or in all data files of a folder.
+def foreign_answers(
+    path: Path, *, layout: Layout | None = None, places: AnswerPlaces | None = None, name: str = ""
+) -> AnswerSource:
+    """Return the answers in a file, or in all data files of a folder; with `places`, those at these places of any rows.
 
     Raise ConfigError if there is none or a name is not UTF-8, DataError if a file has no row, its layout is not known,
     or files differ in it.
     """
     files = _files_in(path)
     _check_names(files)
-    found = _common_layout(files, layout)
+    found = MAPPED if places is not None else _common_layout(files, layout)
+    rows_at = "" if places is None else places.rows
+    read = READERS[found] if places is None else partial(mapped_row, places=places)
     names = _benchmark_names(files, path, found)
     return AnswerSource(
         name=name or stem_of(path),
         origin=str(path),
         layout=found,
         verify=None,
-        read=lambda: _generations(names, found),
+        read=lambda: _generations(names, found, read, rows_at),
     )
 
 
 def _files_in(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    found = (f for f in path.rglob("*") if f.is_file() and f.name.endswith(SUFFIXES))
-    files = sorted(f for f in found if not _SCORES.fullmatch(f.name))
+    found = {f for f in path.rglob("*") if f.is_file() and f.name.endswith(SUFFIXES)}
+    # LiveCodeBench's runner writes its answers twice: alone, and again with their verdicts.
+    graded = [f for f in found if f.name.endswith(_GRADED)]
+    again = {f.with_name(f.name.removesuffix(_GRADED) + end) for f in graded for end in (".json", "_eval.json")}
+    files = sorted(f for f in found - again if not _SCORES.fullmatch(f.name) or _holds_answers(f))
     if not files:
         raise ConfigError(f"{path}: no such file, or a folder without data files ({', '.join(SUFFIXES)})")
     return files
+
+
+def _holds_answers(scores: Path) -> bool:
+    """Return whether a file of scores has the answers in it, too, as evalchemy's; not, if it is damaged."""
+    first = next(_rows(scores), None)
+    return isinstance(first, FileRow) and "example" in first.fields
 
 
 def _check_names(files: Sequence[Path]) -> None:
@@ -99,21 +126,23 @@ def _layout_of(file: Path, wanted: Layout | None) -> Layout:
         found = wanted or best_fit(row.fields, SIGNATURES, where=str(file), remedy="choose one with --layout")
         if found is not None:
             return found
+        if _SCORES.fullmatch(file.name) and isinstance(row.fields.get("results"), Mapping):
+            raise DataError(f"{file}: holds scores and no answers; name the files of samples or details beside it")
         raise DataError(
-            f"{file}: a row with the keys {sorted(row.fields)[:12]} fits none of the layouts {', '.join(LAYOUTS)}; "
-            "choose one with --layout"
+            f"{file}: a row with the keys {sorted(row.fields)[:12]} fits none of the layouts {', '.join(LAYOUTS)}. "
+            f"Choose one with --layout, or say where the values are: {suggested_option(row.fields)}"
         )
     raise DataError(f"{file}: has no row that can be read{broken}")
 
 
-def _benchmark_names(files: Sequence[Path], root: Path, layout: Layout) -> dict[Path, str]:
+def _benchmark_names(files: Sequence[Path], root: Path, layout: Layout | Literal["mapped"]) -> dict[Path, str]:
     """Return the name of each file's benchmark.
 
     Files of one benchmark are runs of several models, or of one at several times: their names have the folder, or the
-    rest of the file's name, too. Only MathArena has a file for each problem of a benchmark.
+    rest of the file's name, too. Only MathArena has a file for each problem of a benchmark, and NeMo-Skills for each seed.
     """
     names = {file: _benchmark_name(file, root, layout) for file in files}
-    if layout == "matharena":
+    if layout in ("matharena", "nemo-skills"):
         return names
     files_of = Counter(names.values())
     folders_of = Counter((names[file], file.parent) for file in files)
@@ -125,7 +154,7 @@ def _benchmark_names(files: Sequence[Path], root: Path, layout: Layout) -> dict[
     return distinct
 
 
-def _benchmark_name(file: Path, root: Path, layout: Layout) -> str:
+def _benchmark_name(file: Path, root: Path, layout: Layout | Literal["mapped"]) -> str:
     """Return the task that a file's name states: `samples_gsm8k_2026-01-31T10-00-00.0.jsonl` is `gsm8k`."""
     stem = _DATE.sub("", stem_of(file))
     match layout:
@@ -133,24 +162,54 @@ def _benchmark_name(file: Path, root: Path, layout: Layout) -> str:
             return stem.removeprefix("samples_")
         case "lighteval":
             return stem.removeprefix("details_")
-        case "matharena" if stem.isdecimal():  # a file for each problem
+        case "evalchemy" | "inspect":
+            return ""  # their rows say it
+        case "matharena" | "nemo-skills" if stem.isdecimal() or _NEMO_PART.fullmatch(stem):  # a part of a benchmark
             is_below = root in file.parent.parents
             return str(file.parent.relative_to(root)) if is_below else file.parent.name
         case _:
             return stem
 
 
-def _rows(file: Path) -> Iterator[FileRow | BrokenRow]:
-    """Yield the rows of a file; a `.json` file that is one object is one row, compressed or not."""
+def _rows(file: Path, rows_at: str = "") -> Iterator[FileRow | BrokenRow]:
+    """Yield the rows of a file; a `.json` file that is one object is one row, compressed or not, or holds a list.
+
+    The list is at `rows_at`, or where evalchemy and Inspect have it.
+    """
     if file.name.endswith(_JSON) and not is_array(file):
         try:
             value = json.loads(whole_text(file))
         except (ValueError, RecursionError, OSError):
             value = None  # several objects: lines of JSON under another suffix; or damaged, which `read_rows` reports
         if isinstance(value, dict):
-            yield FileRow(where=str(file), fields=value)
+            listed = _listed_at(value, rows_at) if rows_at else list(_listed(value)) or [("", value)]
+            for place, fields in listed:
+                yield FileRow(where=f"{file}:{place}" if place else str(file), fields=fields)
             return
     yield from read_rows(file)
+
+
+def _listed_at(value: Mapping[str, object], place: str) -> list[tuple[str, dict[str, object]]]:
+    try:
+        rows = value_at_place(value, place)
+    except RowError as e:
+        raise DataError(f"--fields rows={place}: {e}") from e
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"--fields rows={place}: is not a list of objects")
+    return [(f"{place}.{i}", row) for i, row in enumerate(rows)]
+
+
+def _listed(value: Mapping[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield place and row of what evalchemy's file of scores and Inspect's log hold in lists; nothing for others."""
+    results, samples = value.get("results"), value.get("samples")
+    for task, result in results.items() if isinstance(results, Mapping) else ():
+        examples = result.get("examples") if isinstance(result, Mapping) else None
+        for i, example in enumerate(examples if isinstance(examples, list) else []):
+            if isinstance(example, Mapping) and {"model_outputs", "model_output"} & example.keys():
+                yield f"results.{task}.examples.{i}", {"task": task, "example": example}
+    if isinstance(samples, list) and isinstance(value.get("eval"), Mapping):
+        for i, sample in enumerate(samples):
+            yield f"samples.{i}", {"eval": value["eval"], "sample": sample}
 
 
 @dataclass(slots=True)
@@ -186,12 +245,17 @@ class _Seen:
         return problem_id
 
 
-def _generations(names: Mapping[Path, str], layout: Layout) -> Iterator[Generation | UnreadRow]:
+def _generations(
+    names: Mapping[Path, str],
+    layout: Layout | Literal["mapped"],
+    read: Callable[[Fields], AnswerRow],
+    rows_at: str,
+) -> Iterator[Generation | UnreadRow]:
     """Yield the answers of all files. Answers to one problem that come in several rows are numbered in their order."""
     seen = _Seen()
     for file, benchmark in names.items():
         first_filter: object = None
-        for raw in _rows(file):
+        for raw in _rows(file, rows_at):
             if isinstance(raw, BrokenRow):
                 yield UnreadRow(where=raw.where, reason=f"{raw.reason}: {raw.detail}")
                 continue
@@ -201,9 +265,9 @@ def _generations(names: Mapping[Path, str], layout: Layout) -> Iterator[Generati
                 if raw.fields["filter"] != first_filter:
                     continue
             try:
-                row = READERS[layout](raw.fields)
+                row = read(raw.fields)
                 _require_whole_characters(row)
-                of = f"{benchmark}, {row.model}" if row.model else benchmark
+                of = f"{row.benchmark}{benchmark}" + (f", {row.model}" if row.model else "")
                 problem_id = seen.problem_of(row, of, raw.where)
             except (RowError, DataError) as e:
                 yield UnreadRow(where=raw.where, reason=str(e))
@@ -238,6 +302,6 @@ def _numbered(row: AnswerRow, benchmark: str, problem_id: str, seen: _Seen) -> I
             sample_idx=index,
             response=answer.text,
             num_tokens=answer.num_tokens,
-            finish_reason=None,
+            finish_reason=answer.finish_reason,
             verdict=verdict,
         )

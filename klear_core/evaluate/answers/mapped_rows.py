@@ -1,0 +1,124 @@
+"""Read answers from any file by the places of its values, which `--fields` names."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from klear_core.config.data import FieldMap
+from klear_core.config.load import explained
+from klear_core.data.formats.detect import by_name, mapped_schema, places_of, suggested_places, value_at_place
+from klear_core.data.formats.fields import Fields, RowError
+from klear_core.errors import ConfigError
+from klear_core.evaluate.answers.layout_rows import AnswerRow, math_reference, response_in, score_in, scored, texts_in
+
+_EVERY = "*"
+_RESPONSE_NAMES = "response generation completion model_output output prediction generated_text answer text solution"
+_SCORE_NAMES = "score correct is_correct passed graded reward acc"
+
+
+class AnswerPlaces(FieldMap):
+    """Places of the values in rows of answers: those of a problem as a source's `fields` has them, and two more.
+
+    `*` stands for every element of a list: `samples.*.text`.
+    """
+
+    model_config = ConfigDict(title="--fields")
+
+    response: str = Field(min_length=1)
+    """Place of the model's answer: a text, a chat that ends with it, or a list of several answers."""
+    score: str = ""
+    """Place of the score that the file states: 0 or 1, or true or false; a list where there are several answers."""
+    rows: str = ""
+    """Place of the list of rows, in a JSON file that is one object."""
+
+    @model_validator(mode="after")
+    def _has_reference(self) -> Self:
+        if not self.answer and not self.tests:
+            raise ValueError("neither answer nor tests has a place, so that nothing says what is right")
+        return self
+
+
+def places_in(text: str) -> AnswerPlaces:
+    """Return the places that a value of `--fields` states (`question=a.b response=c`); raise ConfigError."""
+    try:
+        pairs = [pair.partition("=") for pair in shlex.split(text)]
+    except ValueError as e:
+        raise ConfigError(f"--fields {text!r}: {e}") from e
+    bare = [key for key, sign, _ in pairs if not sign]
+    if bare:
+        raise ConfigError(f"--fields: {bare[0]!r} is not KEY=PLACE; one pair of quotes holds all of them")
+    try:
+        return AnswerPlaces.model_validate({key: place for key, _, place in pairs})
+    except ValidationError as e:
+        raise ConfigError(f"--fields: {explained(e, AnswerPlaces)}") from e
+
+
+def mapped_row(fields: Fields, places: AnswerPlaces) -> AnswerRow:
+    """Return the problem and answers of a row that has them at these places; raise RowError."""
+    schema = mapped_schema(places)
+    reference = (
+        math_reference(value_at_place(fields, places.answer), places.answer)
+        if places.answer and not places.judge
+        else schema.reference_of(fields, domain=None)
+    )
+    texts = _texts_at(fields, places.response)
+    stated = _values_at(fields, places.score) if places.score else None
+    return AnswerRow(question=schema.question(fields), reference=reference, answers=scored(texts, stated), problem="")
+
+
+def _texts_at(fields: Fields, place: str) -> tuple[str, ...]:
+    value = _values_at(fields, place)
+    several = value if isinstance(value, list) else [value]
+    if several and all(_is_message(one) for one in several):  # one conversation
+        return (response_in(several[-1], "content", where=f"{place}."),)
+    texts: list[str] = []
+    for one in several:
+        is_chat = isinstance(one, list) and bool(one) and all(_is_message(message) for message in one)
+        texts += [response_in(one[-1], "content", where=f"{place}.")] if is_chat else [*texts_in([one], place)]
+    if not texts:
+        raise RowError("no_answer", place, "holds no answer")
+    return tuple(texts)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "role" in value and "content" in value
+
+
+def _values_at(fields: Fields, place: str) -> object:
+    """Return the value at a place; where it has `*`, the list of the values at the rest of it in every element."""
+    before, sign, after = place.partition(f".{_EVERY}")
+    value = value_at_place(fields, before)
+    if not sign:
+        return value
+    if not isinstance(value, list):
+        raise RowError("wrong_type", before, f"expected a list, found {type(value).__name__}")
+    rest = after.removeprefix(".")
+    return [_values_at({"": one}, f".{rest}" if rest else "") for one in value]
+
+
+def suggested_option(row: Fields) -> str:
+    """Return the `--fields` for rows like this one, guessed from its keys and values."""
+    places = list(places_of(row))
+    response = next((place for place in by_name(places, _RESPONSE_NAMES) if _is_response(row, place)), "")
+    stated = next((place for place in by_name(places, _SCORE_NAMES) if _is_score(row, place)), "")
+    found = suggested_places({place: value_at_place(row, place) for place in places if place not in (response, stated)})
+    named = {"question": found["question"], "answer": "PLACE_OF_THE_ANSWER"} if len(found) == 1 else found
+    named |= {"response": response or "PLACE_OF_THE_RESPONSE"} | ({"score": stated} if stated else {})
+    return shlex.join(["--fields", shlex.join(f"{key}={place}" for key, place in named.items())])
+
+
+def _is_response(row: Fields, place: str) -> bool:
+    try:
+        return bool("".join(_texts_at(row, place)))
+    except RowError:
+        return False
+
+
+def _is_score(row: Fields, place: str) -> bool:
+    value = value_at_place(row, place)
+    values = value if isinstance(value, list) and value else [value]
+    return all(score_in(one) is not None for one in values)
