@@ -263,7 +263,6 @@ def check_moments(optim: OptimConfig, runtime: TrainRuntime) -> None:
 
 
 # ---- sft ----
-# Define the settings of long-CoT SFT.
 
 
 class SftOptimConfig(OptimConfig):

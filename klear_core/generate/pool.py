@@ -326,10 +326,6 @@ def expect(engine: InferenceEngine, num_requests: int) -> None:
         engine.expect(num_requests)
 
 
-# ---- pool slots ----
-# Define the engines of a pool and the requests that each of them has.
-
-
 class EngineLost(ResourceError):  # noqa: N818  # it is an event to recover from before it is an error
     """An engine died. Its requests can be asked again elsewhere."""
 
@@ -479,7 +475,6 @@ CountLoss = Callable[[str, BaseException], None]
 
 def pause_before_start(num_in_vain: int) -> float:
     """Return the seconds to wait before the next start of an engine, after so many that gave no answer."""
-    # The exponent is bounded too, because 2.0 ** 1024 overflows.
     return min(2.0 ** min(num_in_vain - 1, 10), _LONGEST_PAUSE_S) if num_in_vain else 0.0
 
 

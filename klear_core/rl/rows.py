@@ -1,7 +1,8 @@
 """Training rows as arrays, so that a learner rank is sent the tokens of its own rows alone. Imports no torch.
 
 A step of a thousand GPUs has hundreds of millions of tokens. As tuples every rank would unpickle all of them; as arrays
-(int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, which Ray's store shares without a copy.
+(int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, which Ray's store shares
+without a copy.
 """
 
 from __future__ import annotations

@@ -114,7 +114,16 @@ def literal(value: object, *, opening: str = "[") -> object:
 
 
 Layout = Literal[
-    "klear", "lm-eval", "lighteval", "matharena", "qwen-math", "evalchemy", "livecodebench", "nemo-skills", "inspect", "rows"
+    "klear",
+    "lm-eval",
+    "lighteval",
+    "matharena",
+    "qwen-math",
+    "evalchemy",
+    "livecodebench",
+    "nemo-skills",
+    "inspect",
+    "rows",
 ]
 
 _QUESTION_KEYS = ("question", "problem", "prompt", "query", "input")

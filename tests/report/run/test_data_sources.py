@@ -8,7 +8,7 @@ from pathlib import Path
 from manifests import manifest
 
 from klear_core.artifacts.manifest import GivenRecord
-from klear_core.report.publish import CardFacts, model_card
+from klear_core.report.cards import CardFacts, model_card
 from klear_core.report.run.lineage import Ancestor, data_sources
 
 COMMIT = "0123456" + "0" * 33
