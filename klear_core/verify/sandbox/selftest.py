@@ -81,8 +81,8 @@ def checked_backend(
     if (system, machine) not in _SYSTEMS:
         here = f"{'macOS' if system == 'Darwin' else system} on {machine}"
         raise SandboxError(
-            f"{here}: programs are judged on Linux alone (x86_64 or aarch64), whose kernel isolates them: use a machine, "
-            "virtual machine or container with it. Math problems need no sandbox"
+            f"{here}: programs are judged on Linux alone (x86_64 or aarch64), whose kernel isolates them: use a "
+            "machine, virtual machine or container with it. Math problems need no sandbox"
         )
     if cfg.sandbox == "rlimits-only":
         gaps = find_gaps("rlimits-only", cfg)
