@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf_models import write_model
 from hub_server import REVISION, hub
 from klear_command import ROOT
 from manifests import manifest
@@ -19,6 +20,7 @@ from klear_core.metrics import NullTelemetry
 from klear_core.prompts import decode_response
 from klear_core.scores import visible
 from klear_core.train.base_model import prepare_base
+from klear_core.train.gguf_files import write_gguf
 
 TINY = TinyModelConfig(
     hidden_size=16,
@@ -180,3 +182,21 @@ def test_a_model_of_another_family_is_asked_with_vllm(klear, runs, tmp_path):
     said = klear("chat", folder, "1")
     assert said.status != 0
     assert "vllm" in said.err  # not installed here, or it finds that these are no weights of a Gemma
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_asked_and_converted_once(tmp_path):
+    """In processes of their own: the first starts Prefect for the stage that converts it."""
+    folder = write_model("qwen3", tmp_path / "model")
+    write_gguf(folder, tmp_path / "tiny.gguf", "f16", name="tiny", licence="")
+    command = [sys.executable, "-c", "from flows.cli import main; main()", "chat", "tiny.gguf", "3,+4=?"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    answers = []
+    for _ in range(2):
+        said = subprocess.run(
+            [*command, "--max-tokens", "12"], check=True, capture_output=True, text=True, cwd=tmp_path, env=env
+        )
+        answers.append(said.stdout)
+    assert answers == [visible(answer_of_transformers(folder, "3,+4=?", max_tokens=12)) + "\n"] * 2
+    assert len(list((tmp_path / "runs" / "artifacts" / "given_model").iterdir())) == 1
+    assert "reused" in said.stderr
