@@ -12,7 +12,6 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from gguf_models import TEXT, write_model
-from klear_core.pipeline.costs.model_size import model_size
 from safetensors.torch import load_file
 from tiny_models import tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,6 +20,7 @@ from klear_core.artifacts.model_files import check_model
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.train import GgufModelConfig, GivenConfig, GivenFolder, GivenGguf, HfModelConfig
 from klear_core.errors import ConfigError
+from klear_core.generate.model_size import model_size
 from klear_core.gguf_header import read_gguf_header
 from klear_core.hf_config import FolderTokenizer, check_gguf, read_hf_config
 from klear_core.metrics import NullTelemetry
