@@ -73,7 +73,7 @@ class VllmEngine:
     ) -> VllmEngine:
         """Load the model in a new process.
 
-        Raise ResourceError without vllm or if the process does not start, ConfigError if `max_model_len` is too large.
+        Raise ResourceError without vllm or if the process does not start, ConfigError if vLLM refuses the settings.
 
         `num_threads` is per tensor-parallel rank and counts on CPU only; `window` raises the positions of the folder's
         config; requests of a process that hangs fail after `silence_s`.
@@ -95,7 +95,10 @@ class VllmEngine:
         arguments = engine_arguments(cfg, model_folder, seed=seed, window=window)
         if current_platform.is_cpu():  # there all ranks take their caches from one memory
             arguments = for_cpu(arguments, free_bytes=psutil.virtual_memory().available // cfg.runtime.tensor_parallel)
-        args = AsyncEngineArgs(**arguments)
+        try:
+            args = AsyncEngineArgs(**arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"vLLM does not take these settings of the engine: {error}") from error
         gauge = Gauge()
         with contextlib.ExitStack() as held:
             scratch = held.enter_context(tempfile.TemporaryDirectory(prefix="klear-", ignore_cleanup_errors=True))
@@ -104,6 +107,8 @@ class VllmEngine:
                 start = partial(AsyncLLM.from_engine_args, args, stat_loggers=[gauge.logger_type(PrometheusStatLogger)])
                 try:
                     llm = await asyncio.to_thread(start)
+                except ValueError as error:  # from this process: its own checks of settings and model
+                    raise ConfigError(f"vLLM refuses {model_folder} with these settings: {error}") from error
                 except RuntimeError as error:  # without the cause, which only the processes' log has
                     raise ResourceError(f"vLLM did not start with {model_folder} ({error}){output.ending()}") from error
             # from here on the engine owns the folder; after an error above it is deleted

@@ -364,9 +364,18 @@ def test_arguments_of_vllm_are_passed_on_and_those_that_are_ours_refused(tmp_pat
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_engine_that_does_not_start_says_what_its_process_said_last(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, model_of(0, is_tied=True))
-    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     cfg = VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME)
     with pytest.raises(ResourceError, match=r"(?s)vLLM did not start.*its log ends with\n.*[Ss]afetensor"):
+        asyncio.run(VllmEngine.start(cfg, folder, num_threads=1, seed=0))
+
+
+@needs_vllm
+def test_an_argument_that_vllm_does_not_know_is_a_wrong_setting(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, model_of(0, is_tied=True))
+    cfg = VllmEngineConfig(dtype="float32", engine_args={"kv_cache_dtpye": "fp8"}, runtime=CPU_RUNTIME)
+    with pytest.raises(ConfigError, match="does not take these settings of the engine.*kv_cache_dtpye"):
         asyncio.run(VllmEngine.start(cfg, folder, num_threads=1, seed=0))
 
 
