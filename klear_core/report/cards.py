@@ -1,4 +1,4 @@
-"""Write the cards of a published model and of its data: scores with intervals, data, licences, lineage, how to make it."""
+"""Write the cards of a published model and of its data: scores with intervals, data, licences, and lineage."""
 
 from __future__ import annotations
 

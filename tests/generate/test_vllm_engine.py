@@ -375,7 +375,7 @@ def test_an_engine_that_does_not_start_says_what_its_process_said_last(tmp_path:
 def test_an_argument_that_vllm_does_not_know_is_a_wrong_setting(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, model_of(0, is_tied=True))
     cfg = VllmEngineConfig(dtype="float32", engine_args={"kv_cache_dtpye": "fp8"}, runtime=CPU_RUNTIME)
-    with pytest.raises(ConfigError, match="does not take these settings of the engine.*kv_cache_dtpye"):
+    with pytest.raises(ConfigError, match=r"does not take these settings of the engine.*kv_cache_dtpye"):
         asyncio.run(VllmEngine.start(cfg, folder, num_threads=1, seed=0))
 
 
