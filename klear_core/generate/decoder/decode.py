@@ -97,7 +97,7 @@ class NativeStep:
         self._read_vectors()
         for weights, copies in zip(self._weights, [*self._layers, (self._head,)], strict=True):
             for weight, copy in zip(weights, copies, strict=True):
-                assert isinstance(copy, PackedWeight), "of a step in bfloat16"
+                assert isinstance(copy, PackedWeight), type(copy)
                 copy.pack(weight)
 
     def _read_vectors(self) -> None:
