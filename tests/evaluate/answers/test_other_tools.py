@@ -17,7 +17,7 @@ from klear_core.evaluate.answers.layouts import bare_question, foreign_answers
 from klear_core.evaluate.answers.mapped_rows import places_in
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow
 from klear_core.report.answers import write_viewer
-from klear_core.types import Domain, MathReference, UnverifiableReference, problem_id_of
+from klear_core.types import CodeReference, Domain, MathReference, UnverifiableReference, problem_id_of
 
 
 def read(source: AnswerSource) -> list[Generation]:
@@ -160,6 +160,45 @@ def test_the_same_problems_of_three_programs_are_one_problem_each_on_the_page(tm
 
 
 # ---- layouts of single programs ----
+
+
+def test_programs_of_lm_eval_have_the_tests_of_their_benchmark(tmp_path: Path) -> None:
+    """A model continues the prompt of HumanEval, and the harness's filter joins the two."""
+    prompt = 'def add(a, b):\n    """Return a + b."""\n'
+    doc = {
+        "task_id": "HumanEval/0", "prompt": prompt, "canonical_solution": "    return a + b\n", "entry_point": "add",
+        "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+    }  # fmt: skip
+    row = {
+        "doc_id": 0, "doc": doc, "target": doc["test"] + "\ncheck(add)", "resps": [["    return b + a"]],
+        "filtered_resps": [[prompt + "    return b + a"]], "filter": "create_test", "metrics": ["pass@1"], "pass@1": 1.0,
+    }  # fmt: skip
+    source = foreign_answers(written(tmp_path / "samples_humaneval.jsonl", row))
+    (answer,) = read(source)
+    assert answer.response == f"```python\n{prompt}    return b + a\n```"
+    assert isinstance(answer.reference, CodeReference)
+    assert answer.question == f"Complete this function:\n```python\n{prompt.strip()}\n```"  # as our benchmark asks it
+    assert scores_of([answer]) == [1.0]
+    mbpp: dict[str, object] = {
+        "task_id": 11,
+        "text": "Add.",
+        "code": "x",
+        "test_list": ["assert f(1) == 2"],
+        "test_setup_code": "",
+    }
+    row_of_mbpp = row | {
+        "doc": mbpp,
+        "target": "",
+        "resps": [["def f"]],
+        "filtered_resps": [["def f(x): return x + 1"]],
+    }
+    (answer,) = read(foreign_answers(written(tmp_path / "samples_mbpp.jsonl", row_of_mbpp)))
+    assert "assert f(1) == 2" in answer.question  # as our benchmark shows it
+    assert answer.response == "```python\ndef f(x): return x + 1\n```"
+    bare = row | {"doc": {"prompt": prompt, "entry_point": "add"}}
+    (unread,) = foreign_answers(written(tmp_path / "samples_bare.jsonl", bare)).read()
+    assert isinstance(unread, UnreadRow)
+    assert "a programming task without tests" in unread.reason
 
 
 def test_evalchemy_has_the_answers_in_its_file_of_scores_by_file_and_by_folder(tmp_path: Path) -> None:
