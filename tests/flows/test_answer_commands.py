@@ -58,6 +58,9 @@ def test_a_file_of_no_known_layout_is_read_with_the_option_that_its_error_names(
     ended = klear("rejudge", file, option, places, "--set", "verify.tags=none", "--root", tmp_path)
     assert ended.status == 0, ended.err
     assert "wrong to right: 1" in ended.out
+    evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
+    both = klear("answers", "rl", file, option, places, "--root", tmp_path)  # the option says nothing of our own
+    assert both.out.startswith("2 answers to 2 problems"), both.err
     misspelt = klear("answers", file, option, places.replace("question", "qestion"), "--root", tmp_path)
     assert misspelt.status == 2
     assert "question: missing" in misspelt.err
