@@ -97,7 +97,8 @@ def find_answers(
         return rejudged_answers(path)
     if is_evaluation(path):
         return evaluation_answers(path)
-    if layout is not None or places is not None or path.is_file() or path.name.endswith(SUFFIXES):
+    is_told = layout is not None or places is not None  # a stage may be named beside such a folder
+    if path.is_file() or path.name.endswith(SUFFIXES) or (is_told and path.is_dir()):
         return foreign_answers(path, layout=layout, places=places)
     # Names of stages come before folders of the working directory, which may be called `rl` as well.
     try:

@@ -24,8 +24,8 @@ ChampionOf = Annotated[
 ]
 LayoutOption = Annotated[
     Literal[
-        "klear", "lm-eval", "lighteval", "matharena", "qwen-math", "evalchemy", "livecodebench", "nemo-skills", "inspect",
-        "rows",
+        "klear", "lm-eval", "lighteval", "matharena", "qwen-math", "evalchemy", "livecodebench", "nemo-skills",
+        "inspect", "rows",
     ]
     | None,
     typer.Option(help="Layout of another program's files; by default detected from the first row."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 from klear_command import Klear
@@ -44,6 +45,25 @@ def test_rows_of_a_foreign_file_that_cannot_be_read_end_in_an_error_after_the_re
     assert "mine.jsonl:2: reference must be" in named
     assert "1 rows could not be read" in last
     assert list(tmp_path.glob("rejudged/mine-*/answers.html"))
+
+
+def test_a_file_of_no_known_layout_is_read_with_the_option_that_its_error_names(klear: Klear, tmp_path: Path) -> None:
+    file = tmp_path / "plain.jsonl"
+    row = {"problem": "What is 3+4, in digits?", "expected": "7", "output": "The answer is 7.", "correct": False}
+    file.write_text(json.dumps(row) + "\n")
+    refused = klear("answers", file, "--root", tmp_path)
+    assert refused.status == 2
+    option, places = shlex.split(" ".join(refused.err.split()).rpartition("are: ")[2])
+    assert klear("answers", file, option, places, "--root", tmp_path).out.startswith("1 answers to 1 problems")
+    ended = klear("rejudge", file, option, places, "--set", "verify.tags=none", "--root", tmp_path)
+    assert ended.status == 0, ended.err
+    assert "wrong to right: 1" in ended.out
+    evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
+    both = klear("answers", "rl", file, option, places, "--root", tmp_path)  # the option says nothing of our own
+    assert both.out.startswith("2 answers to 2 problems"), both.err
+    misspelt = klear("answers", file, option, places.replace("question", "qestion"), "--root", tmp_path)
+    assert misspelt.status == 2
+    assert "question: missing" in misspelt.err
 
 
 def test_what_is_wrong_with_a_foreign_file_is_told_before_anything_is_judged(klear: Klear, tmp_path: Path) -> None:

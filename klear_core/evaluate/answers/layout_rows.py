@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from klear_core.data.formats.code_rows import with_instructions
+from klear_core.data.formats.code_rows import CODE_SCHEMAS, with_instructions
 from klear_core.data.formats.fields import (
     Fields,
     RowError,
     answer_at,
     bare_answer,
+    best_fit,
     keys,
     text_at,
     user_message,
@@ -189,21 +190,38 @@ def _klear(fields: Fields) -> AnswerRow:
 def _lm_eval(fields: Fields) -> AnswerRow:
     doc = value_at(fields, "doc")
     known = doc if isinstance(doc, Mapping) else {}
-    if _PROGRAM_KEYS & known.keys():
-        raise RowError("not_math", "doc", "is a programming task; `klear judge` judges programs")
+    is_program = bool(_PROGRAM_KEYS & known.keys())
     texts = texts_in(_generated(value_at(fields, "resps")), "resps")
+    if is_program:  # a model continues a prompt that has begun the program; the filter puts both together
+        whole = texts_in(value_at(fields, "filtered_resps"), "filtered_resps")
+        texts = tuple(text if "```" in text else f"```python\n{text}\n```" for text in whole)
     metrics = fields.get("metrics")
     names = [*metrics, *_METRIC_KEYS] if isinstance(metrics, list) else list(_METRIC_KEYS)
     score = None
     if len(texts) == 1:  # a metric of several answers together says nothing about each
         score = score_in(next((fields[name] for name in names if name in fields), None))
+    if is_program:
+        question, reference = _programming_task(known)
+    else:
+        question = first_text({str(key).lower(): value for key, value in known.items()}, *_QUESTION_KEYS).strip()
+        reference = math_reference(_list_of_texts(value_at(fields, "target")), "target")
     return AnswerRow(
-        question=first_text({str(key).lower(): value for key, value in known.items()}, *_QUESTION_KEYS).strip(),
-        reference=math_reference(_list_of_texts(value_at(fields, "target")), "target"),
+        question=question,
+        reference=reference,
         answers=tuple(StatedAnswer(text=text, score=score) for text in texts),
         problem=first_text(fields, "doc_id"),
         row=row_name("doc_id", first_text(fields, "doc_id")),
     )
+
+
+def _programming_task(doc: Fields) -> tuple[str, Reference]:
+    """Return question and tests of a document that is a row of a benchmark of programs, as that benchmark has them."""
+    schemas = {schema.name: schema for schema in CODE_SCHEMAS}
+    name = best_fit(doc, {name: schema.signatures for name, schema in schemas.items()}, where="doc", remedy="")
+    if name is None:
+        raise RowError("no_reference", "doc", "is a programming task without tests in a known format")
+    schema = schemas["mbpp_benchmark" if name == "mbpp" else name]  # the benchmark shows its tests in the question
+    return schema.question(doc), schema.reference_of(doc, domain=Domain.CODE)
 
 
 def _generated(responses: object) -> object:

@@ -8,7 +8,7 @@
 | `matharena` | outputs by answer (`problem`, `gold_answer`, `answer`), or a file per problem (`messages`) |
 | `qwen-math` | Qwen2.5-Math's harness, also SimpleRL's and SkyThought's: `question`, `answer`, `code`, `score` |
 | `evalchemy` | `results_*.json` whose `results` have `examples` with `model_outputs` |
-| `livecodebench` | `Scenario.codegeneration_*.json`: `output_list`, `code_list`, `graded_list`; programs, without tests |
+| `livecodebench` | `Scenario.codegeneration_*.json`: `output_list`, `code_list`, `graded_list`; without tests |
 | `nemo-skills` | `output*.jsonl`: `generation`, `expected_answer`; the files of a folder are samples of one benchmark |
 | `inspect` | Inspect's logs in JSON: `eval`, `samples` |
 | `rows` | `id`, `response` and `reference`, as `klear judge` reads them |
@@ -24,11 +24,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
+from klear_core.config.benchmark_prompts import MATH_PROMPTS, QUESTION
+from klear_core.data.formats.code_rows import without_wrapping
 from klear_core.data.formats.detect import value_at_place
 from klear_core.data.formats.fields import Fields, RowError, best_fit
 from klear_core.data.formats.references import has_half_character
@@ -50,8 +52,6 @@ _GRADED = "_eval_all.json"
 """End of the name of LiveCodeBench's file of answers with verdicts."""
 _NEMO_PART = re.compile(r"output(?:-rs\d+|-greedy)?(?:_chunk_\d+)?")
 """Name of a file with some of the answers of NeMo-Skills: by seed and chunk."""
-MAPPED: Literal["mapped"] = "mapped"
-"""Stands for a layout where the places of the values are given."""
 
 
 def foreign_answers(
@@ -64,9 +64,12 @@ def foreign_answers(
     """
     files = _files_in(path)
     _check_names(files)
-    found = MAPPED if places is not None else _common_layout(files, layout)
-    rows_at = "" if places is None else places.rows
-    read = READERS[found] if places is None else partial(mapped_row, places=places)
+    found: Layout | Literal["mapped"]
+    if places is None:
+        found = _common_layout(files, layout)
+        read, rows_at = READERS[found], ""
+    else:
+        found, read, rows_at = "mapped", partial(mapped_row, places=places), places.rows
     names = _benchmark_names(files, path, found)
     return AnswerSource(
         name=name or stem_of(path),
@@ -139,7 +142,7 @@ def _benchmark_names(files: Sequence[Path], root: Path, layout: Layout | Literal
     """Return the name of each file's benchmark.
 
     Files of one benchmark are runs of several models, or of one at several times: their names have the folder, or the
-    rest of the file's name, too. Only MathArena has a file for each problem of a benchmark, and NeMo-Skills for each seed.
+    rest of the file's name, too. But MathArena has a file for each problem of a benchmark, NeMo-Skills for each seed.
     """
     names = {file: _benchmark_name(file, root, layout) for file in files}
     if layout in ("matharena", "nemo-skills"):
@@ -266,6 +269,7 @@ def _generations(
                     continue
             try:
                 row = read(raw.fields)
+                row = replace(row, question=bare_question(row.question))
                 _require_whole_characters(row)
                 of = f"{row.benchmark}{benchmark}" + (f", {row.model}" if row.model else "")
                 problem_id = seen.problem_of(row, of, raw.where)
@@ -273,6 +277,40 @@ def _generations(
                 yield UnreadRow(where=raw.where, reason=str(e))
                 continue
             yield from _numbered(row, of, problem_id, seen)
+
+
+def bare_question(prompt: str) -> str:
+    """Return the question of a prompt without the instructions of a known harness or source; unchanged if it has none.
+
+    By it a problem is the same one in every program's files, and in our own evaluations.
+    """
+    for pattern in _PROMPTS:
+        if found := pattern.fullmatch(prompt.strip()):
+            prompt = found[1]
+            break
+    return without_wrapping(prompt) or prompt
+
+
+def _prompt_pattern(template: str) -> re.Pattern[str]:
+    """Return a pattern of the prompts that a template makes; one that is filled as Python's formats loses braces."""
+    before, after = (
+        re.sub(
+            r"(?:\\{)+|(?:\\})+", lambda braces: f"{braces[0][:2]}+", r"\s+".join(re.escape(p) for p in part.split())
+        )
+        for part in template.split(QUESTION)
+    )
+    return re.compile(rf"{before}\s*(.+?)\s*{after}", re.DOTALL)
+
+
+_PROMPTS = tuple(
+    _prompt_pattern(template)
+    for template in (
+        *MATH_PROMPTS.values(),
+        "Question: {question} Answer:",  # lm-evaluation-harness: GSM8K, AIME; lighteval: GSM8K
+        "Problem: {question} Answer:",  # lm-evaluation-harness: MATH
+        "Problem: {question} Mark your solution with \\boxed Answer:",  # evalchemy
+    )[::-1]  # the longest of those with one opening first
+)
 
 
 def _require_whole_characters(row: AnswerRow) -> None:

@@ -72,20 +72,25 @@ def mapped_row(fields: Fields, places: AnswerPlaces) -> AnswerRow:
 
 def _texts_at(fields: Fields, place: str) -> tuple[str, ...]:
     value = _values_at(fields, place)
-    several = value if isinstance(value, list) else [value]
-    if several and all(_is_message(one) for one in several):  # one conversation
-        return (response_in(several[-1], "content", where=f"{place}."),)
+    if (said := _last_said(value, place)) is not None:
+        return (said,)
     texts: list[str] = []
-    for one in several:
-        is_chat = isinstance(one, list) and bool(one) and all(_is_message(message) for message in one)
-        texts += [response_in(one[-1], "content", where=f"{place}.")] if is_chat else [*texts_in([one], place)]
+    for one in value if isinstance(value, list) else [value]:
+        said = _last_said(one, place)
+        texts += texts_in(one, place) if said is None else [said]
     if not texts:
         raise RowError("no_answer", place, "holds no answer")
     return tuple(texts)
 
 
-def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and "role" in value and "content" in value
+def _last_said(value: object, place: str) -> str | None:
+    """Return the text of a chat's last message, which the model must have said; None for any other value."""
+    last = value[-1] if isinstance(value, list) and value else None
+    if not isinstance(last, Mapping) or "role" not in last:
+        return None
+    if last["role"] != "assistant":
+        raise RowError("no_answer", place, f"ends with a message of {last['role']}, not with the model's answer")
+    return response_in(last, "content", where=f"{place}.")
 
 
 def _values_at(fields: Fields, place: str) -> object:

@@ -255,7 +255,7 @@ def test_an_incomplete_problem_a_failed_answer_and_a_program_are_named(tmp_path:
     ]
     program = lm_eval_row(doc={"prompt": "def f():", "entry_point": "f"}, target="check(f)")
     _, _, (row,) = read(jsonl(tmp_path / "samples_humaneval.jsonl", program))
-    assert "`klear judge` judges programs" in row.reason
+    assert "a programming task without tests" in row.reason
 
 
 def test_half_a_character_inside_of_a_text_costs_its_row_alone(tmp_path: Path) -> None:
