@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import MANIFEST, ArtifactId, ArtifactRef, read_manifest
 from klear_core.artifacts.runs import LOG, RunHistory, RunRecord, RunScore, RunStage, RunState
-from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.pipeline import PipelineConfig, PromoteConfig
 from klear_core.config.settings import leaves_of
 from klear_core.config.stage import ReportJob, Stage
 from klear_core.errors import reporting
@@ -279,7 +279,9 @@ def record_of_report(folder: Path) -> RunRecord:
 
 def not_defaults(config: Mapping[str, JsonValue]) -> dict[str, str]:
     """Return the settings that are not the defaults, by dotted key, as JSON; those of the workspace are left out."""
-    usual = dict(leaves_of(PipelineConfig().model_dump(mode="json")))
+    # A section that is off by default, such as promotion, has defaults of its own once it is on.
+    usual = dict(leaves_of({"promote": PromoteConfig().model_dump(mode="json")}))
+    usual |= leaves_of(PipelineConfig().model_dump(mode="json"))
     return {
         ".".join(path): json.dumps(value, ensure_ascii=False)[:_MAX_CHARS]
         for path, value in leaves_of(config)

@@ -74,12 +74,12 @@ def test_a_schedule_promotes_and_tells_somebody_and_the_next_retraining_finds_no
     notify = 'workspace.notify={webhook_env="OPS_HOOK", events=["promoted", "refused", "failed", "waiting"]}'
     parameters = {"profile": "smoke", "overrides": [*SMALL, *LENIENT, f"workspace.root={fresh}", notify]}
     deployment = server.get("/deployments/name/klear-retrain/retrain")["id"]
-    soon = (datetime.now(UTC) + timedelta(seconds=20)).isoformat()
+    soon = (datetime.now(UTC) + timedelta(minutes=3)).isoformat()  # Prefect plans ahead, once a minute
     schedule = {"interval": 30 * 24 * 3600, "anchor_date": soon}
     server.post(
         f"/deployments/{deployment}/schedules", [{"schedule": schedule, "active": True, "parameters": parameters}]
     )
-    first = once(lambda: runs_of(server, deployment), bool, timeout_s=300)[0]
+    first = once(lambda: runs_of(server, deployment), bool, timeout_s=600)[0]
     assert server.wait(first["id"], timeout_s=1800)["state_type"] == "COMPLETED", server.logs(first["id"])
     champion = open_registry(WorkspaceConfig(root=str(fresh)), "klear").champion()
     assert champion is not None

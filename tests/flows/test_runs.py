@@ -24,7 +24,7 @@ from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.pipeline.graph import fingerprints_of, stages_of
 from tasks.progress import Attempt, console
-from tasks.run_record import RunRecorder, new_record
+from tasks.run_record import RunRecorder, new_record, not_defaults
 from tasks.tracking import RunInfo
 
 NOW = datetime.now(UTC)
@@ -308,3 +308,9 @@ def test_a_run_that_ends_between_two_looks_at_it_is_not_taken_for_killed(tmp_pat
     history = RunHistory.of(tmp_path)
     (history.folder(record(1).run_id) / LOCK).write_text("process 1")
     assert history._now(record(1, state="running")).state == "done"
+
+
+def test_of_a_section_that_is_off_by_default_only_what_the_user_set_names_a_run(tmp_path: Path):
+    config = load_profile(SMOKE, ["promote.margin=9"]).model_dump(mode="json")
+    promote = {key: value for key, value in not_defaults(config).items() if key.startswith("promote")}
+    assert promote == {"promote.margin": "9.0"}
