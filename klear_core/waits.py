@@ -71,7 +71,7 @@ def waiting(whom: str, what: str, last: Callable[[], str] = lambda: "") -> Itera
 
 
 class Silence:
-    """Names a wait in which nothing happens, for callers who see progress themselves: first after TELL_S, then seldom."""
+    """Names a wait in which nothing happens, for callers who see progress: after TELL_S, then seldom."""
 
     def __init__(self) -> None:
         self._tell_at = _tell_s
