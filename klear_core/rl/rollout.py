@@ -203,7 +203,8 @@ class Sampler:
     def stalled(self, timeout_s: float) -> TrainingError:
         """Return the error that says what is still pending."""
         return TrainingError(
-            f"rollouts stalled: in {timeout_s:g} s no answer was sampled or judged; still pending: {self.pending()}"
+            f"rollouts stalled: in {timeout_s:g} s no answer was sampled or judged; still pending: "
+            f"{self._num_sampling} answers from {self._engine_status()}, {self._num_judging} verdicts from the judges"
         )
 
     def pending(self) -> str:

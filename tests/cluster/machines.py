@@ -96,14 +96,20 @@ def machines(disks: Path, count: int) -> Iterator[Machines]:
         for number in list(made.running):
             made.cut_power(number)
         for number in range(1, count + 1):
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", f"{made.prefix}{number}")
+            # The cable first: a network ends some time after its deletion, and its cables with it.
+            for things in (("link", "delete", _cable(number)), ("netns", "delete", f"{made.prefix}{number}")):
+                with suppress(subprocess.CalledProcessError):
+                    _ip(*things)
         with suppress(subprocess.CalledProcessError):
             _ip("link", "delete", bridge)
 
 
+def _cable(number: int) -> str:
+    return f"klv{os.getpid()}-{number}"  # at most 15 letters
+
+
 def _add(made: Machines, bridge: str, number: int) -> None:
-    name, cable = f"{made.prefix}{number}", f"klv{os.getpid()}{number}"  # at most 15 letters
+    name, cable = f"{made.prefix}{number}", _cable(number)
     _ip("netns", "add", name)
     _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
     _ip("link", "set", cable, "master", bridge)
