@@ -66,7 +66,6 @@ def open_dataset(
             settings = config_class(seed=seed, size=size, **config)
         else:
             settings = dataclasses.replace(_at_level(task, level, seed=seed, size=size), **config)
-        settings.validate()
         return dataset_class(settings)  # type: ignore[no-any-return]
     except (AssertionError, TypeError, ValueError) as e:
         at = "" if level is None else f" at level {level}"

@@ -43,7 +43,7 @@ def think(answer: str) -> str:
     return f"<think>\nhm\n</think>\n{answer}"
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "n_queens", "rotate_matrix", "countdown", "arc_agi"])
+@pytest.mark.parametrize("task", ["chain_sum", "n_queens", "rotate_matrix", "countdown", "arc_agi", "power_function"])
 def test_the_references_own_answer_is_right_and_another_problems_is_not(pool, task):
     first, second = problems(task)
     own, other = (value_of(p)["answer"] for p in (first, second))

@@ -25,12 +25,13 @@ from klear_core.types import CustomReference, MathReference, Problem
 from klear_core.verify import JudgePool, gym
 
 PAGE = Path(__file__).parents[3] / "docs/data/reasoning_gym.md"
-NUM_PROBLEMS = 12
+NUM_PROBLEMS = 8
 NUM_SLOW, SLOW = 4, ("futoshiki", "knight_swap", "sokoban", "zebra_puzzles")
 """Tasks that take a quarter of a second or more to make a problem."""
 _NUM_OTHERS = 3
 _INTEGER = re.compile(r"-?\d+")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
+_FRACTION = re.compile(r"-?\d+/\d+")
 _SHOWN = 40
 
 
@@ -46,7 +47,9 @@ class Comparison:
     """Reference answers that the math judge calls right, too."""
     agreed: int = 0
     only_math: list[str] = field(default_factory=list)
-    """Answers that only the math judge calls right, each after the reference's."""
+    """Other answers that only the math judge calls right, each before the reference's."""
+    forms: list[str] = field(default_factory=list)
+    """Forms of the reference's answer that only the math judge calls right."""
     only_own: list[str] = field(default_factory=list)
     parts: Counter[float] = field(default_factory=Counter)
     """Scores between 0 and 1 of the own scorer."""
@@ -55,7 +58,7 @@ class Comparison:
     @property
     def is_math(self) -> bool:
         """Whether the math judge can score the task by itself."""
-        return not (self.num_without or self.only_math or self.only_own or self.error)
+        return not (self.num_read < self.num_problems or self.only_math or self.only_own or self.error)
 
 
 def measure() -> list[dict[str, object]]:
@@ -98,7 +101,8 @@ def _compared(task: str, judges: JudgePool) -> Comparison:
 
 def _judge(comparison: Comparison, judges: JudgePool, problem: Problem, answer: str, others: Sequence[str]) -> None:
     by_math = replace(problem, reference=MathReference(answers=(answer,)))
-    tried = list(dict.fromkeys(chain([answer], others, changed(answer))))
+    same = list(dict.fromkeys(chain([answer], same_in_another_form(answer))))
+    tried = list(dict.fromkeys(chain(same, others, other_answers(answer))))
     responses = [f"<think>\n</think>\n\\boxed{{{text}}}" for text in tried]
     verdicts = [(judges.submit(problem, r), judges.submit(by_math, r)) for r in responses]
     for text, (own_future, math_future) in zip(tried, verdicts, strict=True):
@@ -108,24 +112,35 @@ def _judge(comparison: Comparison, judges: JudgePool, problem: Problem, answer: 
         if 0 < own.score < 1:
             comparison.parts[round(own.score, 2)] += 1
         if own.is_correct != math.is_correct:
-            place = comparison.only_own if own.is_correct else comparison.only_math
+            by_math_alone = comparison.forms if text in same else comparison.only_math
+            place = comparison.only_own if own.is_correct else by_math_alone
             place.append(f"{_short(text)} for {_short(answer)}")
 
 
-def changed(answer: str) -> Iterator[str]:
-    """Yield other answers: the same value or list in another form, and near misses."""
+def same_in_another_form(answer: str) -> Iterator[str]:
+    """Yield the same value, or the same text in another case or wrapping."""
     if _INTEGER.fullmatch(answer):
         number = int(answer)
-        yield from (str(number + 1), str(-number), f"{number}.0", f"{number:,}", f"+{number}", f"0{number}")
-        yield rf"\frac{{{2 * number}}}{{2}}"
+        yield from (f"{number}.0", f"{number:,}", f"{number:+}", rf"\frac{{{2 * number}}}{{2}}")
     elif _DECIMAL.fullmatch(answer):
-        yield from (f"{answer}0", answer[:-1], f"{float(answer):.1f}", str(float(answer) + 1))
-    elif re.fullmatch(r"-?\d+/\d+", answer):
-        value = Fraction(answer)
-        yield from (f"{3 * value.numerator}/{3 * value.denominator}", str(float(value)), str(value + 1))
+        yield f"{answer}0"
+    elif _FRACTION.fullmatch(answer):
+        top, bottom = map(int, answer.split("/"))
+        yield f"{3 * top}/{3 * bottom}"
     else:
-        yield from (answer.upper(), answer.lower(), f"{answer}.", rf"\text{{{answer}}}", f"{answer} x", answer[::-1])
-        yield from (" ".join(reversed(answer.split())), ", ".join(reversed(answer.split(", "))))
+        yield from (answer.upper(), answer.lower(), f"{answer}.", rf"\text{{{answer}}}")
+
+
+def other_answers(answer: str) -> Iterator[str]:
+    """Yield answers that are near the reference's, and not the same."""
+    if _INTEGER.fullmatch(answer):
+        yield from (str(int(answer) + 1), str(-int(answer) or 1), f"{answer}1")
+    elif _DECIMAL.fullmatch(answer):
+        yield from (answer[:-1], str(float(answer) + 1))
+    elif _FRACTION.fullmatch(answer):
+        yield str(Fraction(answer) + 1)
+    else:
+        yield from (f"{answer} x", answer[::-1], " ".join(reversed(answer.split())))
 
 
 def _reference_answer(problem: Problem) -> str | None:
@@ -148,20 +163,22 @@ def page(found: Sequence[Comparison]) -> str:
             "",
             f"Version {REASONING_GYM}, {len(found)} tasks; `klear bench gym_judges` writes this page. Each task's own scorer and the math",
             f"judge judged the same boxed answers to {NUM_PROBLEMS} problems of the task's default configuration ({NUM_SLOW} of the four",
-            f"slowest): the reference's, those of up to {_NUM_OTHERS} other problems, and up to eight changed ones (another form of the",
-            "value, other case, reversed, one off).",
+            f"slowest): the reference's, those of up to {_NUM_OTHERS} other problems, and up to seven changed ones: the same value or text",
+            "in another form (`6.0` for `6`, other case, a full stop), and near misses (one off, reversed, a word more).",
             "",
-            f'The math judge can score {len(able)} tasks by itself (`judge = "math"`): it called right what the scorer gives the full',
-            f"score, and nothing else. These are {', '.join(f'`{task}`' for task in able)}.",
+            f'The math judge can score {len(able)} tasks by itself (`judge = "math"`): it called right whatever the scorer gives',
+            f"the full score, and beyond that only other forms of the right answer. These are {', '.join(f'`{task}`' for task in able)}.",
             "",
             "- **levels**: of the curriculum, from 0; none if the task has none.",
             "- **split by**: what decides training or held-out, numbers and answer, or the text without names.",
             "- **read**: reference answers that the math judge calls right, of all that there are.",
-            "- **only math**, **only own**: answers that only one of them calls right, with an example.",
+            "- **only math**, **only own**: answers that only one of them calls right, with an example; **forms**: those that only the",
+            "  math judge calls right, and that are the reference's in another form; where the form is the task",
+            "  (`fraction_simplification`) they are wrong.",
             "- **parts**: scores between 0 and 1 that the scorer gave to wrong answers.",
             "",
-            "| task | levels | split by | read | agree | only math | only own | parts |",
-            "|---|---|---|---|---|---|---|---|",
+            "| task | levels | split by | read | agree | only math | forms | only own | parts |",
+            "|---|---|---|---|---|---|---|---|---|",
             *rows,
             "",
         ]
@@ -173,7 +190,7 @@ def _line(comparison: Comparison) -> str:
         return f"| `{comparison.task}` | {comparison.error} |"
     with_answer = comparison.num_problems - comparison.num_without
     read = f"{comparison.num_read} of {with_answer}" if with_answer else "no reference answer"
-    judged = comparison.agreed + len(comparison.only_math) + len(comparison.only_own)
+    judged = comparison.agreed + len(comparison.only_math + comparison.forms + comparison.only_own)
     parts = ", ".join(f"{score:g}" for score in sorted(comparison.parts)[:4])
     cells = [
         f"`{comparison.task}`",
@@ -182,6 +199,7 @@ def _line(comparison: Comparison) -> str:
         read,
         f"{comparison.agreed} of {judged}" if judged else "",
         _examples(comparison.only_math),
+        _examples(comparison.forms),
         _examples(comparison.only_own),
         f"{parts}{', …' if len(comparison.parts) > 4 else ''}",
     ]
