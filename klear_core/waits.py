@@ -1,4 +1,4 @@
-"""Say who waits for whom: a wait that lasts is named in the log, with what the other side did last, and kept for a trace.
+"""Say who waits for whom: a wait that lasts is named in the log, with what the other side did last.
 
 A hang is a wait that does not end. Whoever waits for something of another process says so with `waiting`; one thread of
 this process looks after all waits, so that a blocked event loop is named, too.
@@ -54,7 +54,7 @@ def tell_after(seconds: float) -> float:
 
 @contextmanager
 def waiting(whom: str, what: str, last: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Wait in the block for `whom` to do `what`. `last` says what it did last; it is called only for a line of the log."""
+    """Wait in the block for `whom` to do `what`. `last` says what it did last; it is called only for a log line."""
     now = time.monotonic()
     wait = _Wait(whom=whom, what=what, last=last, since=now, tell_at=now + _tell_s)
     key = next(_ids)

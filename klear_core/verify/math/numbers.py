@@ -186,9 +186,17 @@ def has_split_digits(text: str) -> bool:
     return _BLANK_BETWEEN_DIGITS.search(text) is not None
 
 
+_HEXADECIMAL = re.compile(r"-?0x[0-9a-f]{1,64}", re.IGNORECASE)
+
+
 @lru_cache(maxsize=4096)
 def plain_number(text: str) -> Number | None:
-    """Return the exact value of an integer, decimal, fraction or number in scientific notation, else None."""
+    """Return the exact value of an integer, decimal, fraction or number in scientific notation, else None.
+
+    `0x1f` is the integer 31: read as a product, it and all other hexadecimal numbers would be 0.
+    """
+    if _HEXADECIMAL.fullmatch(text):
+        return Number(value=Fraction(int(text, 16)), is_rounded=False)
     power_of_ten = _POWER_OF_TEN.fullmatch(text)
     if power_of_ten is not None:
         value = Fraction(10) ** int(power_of_ten[2])
