@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Self
@@ -17,7 +18,11 @@ from klear_core.evaluate.answers.layout_rows import AnswerRow, math_reference, r
 
 _EVERY = "*"
 _RESPONSE_NAMES = "response generation completion model_output output prediction generated_text answer text solution"
-_SCORE_NAMES = "score correct is_correct passed graded reward acc"
+_SCORE_NAMES = "score correct is_correct passed ok graded reward acc"
+_REFERENCE_WORDS = frozenset(["gold", "expected", "reference", "ground", "truth", "target"])
+"""Words in the names of what an answer is compared with."""
+_UNKNOWN_QUESTION = "PLACE_OF_THE_QUESTION"
+"""As `suggested_places` calls it."""
 
 
 class AnswerPlaces(FieldMap):
@@ -54,7 +59,8 @@ def places_in(text: str) -> AnswerPlaces:
     try:
         return AnswerPlaces.model_validate({key: place for key, _, place in pairs})
     except ValidationError as e:
-        raise ConfigError(f"--fields: {explained(e, AnswerPlaces)}") from e
+        known = "'question=… answer=… response=… score=…'"
+        raise ConfigError(f"--fields {text!r}: {explained(e, AnswerPlaces)}; all pairs stand in quotes: {known}") from e
 
 
 def mapped_row(fields: Fields, places: AnswerPlaces) -> AnswerRow:
@@ -107,16 +113,46 @@ def _values_at(fields: Fields, place: str) -> object:
 
 def suggested_option(row: Fields) -> str:
     """Return the `--fields` for rows like this one, guessed from its keys and values."""
-    places = list(places_of(row))
-    response = next((place for place in by_name(places, _RESPONSE_NAMES) if _is_response(row, place)), "")
-    stated = next((place for place in by_name(places, _SCORE_NAMES) if _is_score(row, place)), "")
-    found = suggested_places({place: value_at_place(row, place) for place in places if place not in (response, stated)})
-    named = {"question": found["question"], "answer": "PLACE_OF_THE_ANSWER"} if len(found) == 1 else found
-    named |= {"response": response or "PLACE_OF_THE_RESPONSE"} | ({"score": stated} if stated else {})
-    return shlex.join(["--fields", shlex.join(f"{key}={place}" for key, place in named.items())])
+    named = _suggested(row)
+    for place, first in _lists_in(row).items() if named["question"] == _UNKNOWN_QUESTION else ():
+        inner = _suggested(first)
+        if inner["question"] != _UNKNOWN_QUESTION:
+            named = inner | {"rows": place}
+            break
+    pairs = [f"{key}={place}" for key, place in named.items()]
+    quoted = [
+        shlex.quote(pair) if re.search(r"[\s'\"\\]", pair) else pair for pair in pairs
+    ]  # `*` needs no second pair
+    return shlex.join(["--fields", " ".join(quoted)])
+
+
+def _suggested(row: Fields) -> dict[str, str]:
+    own = list(places_of(row))
+    listed = [f"{place}.{_EVERY}.{key}" for place, first in _lists_in(row).items() for key in places_of(first)]
+    responses = by_name([*own, *listed], _RESPONSE_NAMES)
+    response = next((place for place in responses if _is_response(row, place)), "PLACE_OF_THE_RESPONSE")
+    beside = [place for place in listed if place.rpartition(f"{_EVERY}.")[0] == response.rpartition(f"{_EVERY}.")[0]]
+    scores = by_name(beside if _EVERY in response else own, _SCORE_NAMES)
+    score = next((place for place in scores if _is_score(row, place)), "")
+    others = [place for place in own if place not in (response, score)]
+    found = suggested_places({place: value_at_place(row, place) for place in others})
+    reference = found if len(found) > 1 else found | {"answer": "PLACE_OF_THE_ANSWER"}
+    return reference | {"response": response} | ({"score": score} if score else {})
+
+
+def _lists_in(row: Fields) -> dict[str, Fields]:
+    """Return the first element of every list of objects in a row by its place; a chat is none."""
+    found = {place: value_at_place(row, place) for place in places_of(row)}
+    return {
+        place: value[0]
+        for place, value in found.items()
+        if isinstance(value, list) and value and isinstance(value[0], Mapping) and "role" not in value[0]
+    }
 
 
 def _is_response(row: Fields, place: str) -> bool:
+    if not _REFERENCE_WORDS.isdisjoint(re.split(r"[^a-z]+", place.lower())):
+        return False
     try:
         return bool("".join(_texts_at(row, place)))
     except RowError:
@@ -124,6 +160,6 @@ def _is_response(row: Fields, place: str) -> bool:
 
 
 def _is_score(row: Fields, place: str) -> bool:
-    value = value_at_place(row, place)
+    value = _values_at(row, place)
     values = value if isinstance(value, list) and value else [value]
     return all(score_in(one) is not None for one in values)

@@ -14,7 +14,7 @@ from klear_core.config.benchmark_prompts import MATH_PROMPTS, QUESTION
 from klear_core.data.formats.code_rows import with_instructions
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.answers.layouts import bare_question, foreign_answers
-from klear_core.evaluate.answers.mapped_rows import places_in
+from klear_core.evaluate.answers.mapped_rows import places_in, suggested_option
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow
 from klear_core.report.answers import write_viewer
 from klear_core.types import CodeReference, Domain, MathReference, UnverifiableReference, problem_id_of
@@ -87,6 +87,28 @@ def test_a_file_of_no_known_layout_names_the_option_that_reads_it(tmp_path: Path
     (answer,) = read(foreign_answers(file, places=places_in(value)))
     assert (answer.question, answer.response, accepted(answer)) == (row["problem"], "It is 2.", ("2",))
     assert scores_of([answer]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "places"),
+    [
+        (
+            {"instruction": "Compute 3*4.", "gold_solution": "12", "samples": [{"text": "12", "ok": True}]},
+            "question=instruction answer=gold_solution response=samples.*.text score=samples.*.ok",
+        ),
+        (
+            {"meta": 1, "items": [{"question": "Which number?", "answer": "2", "response": "It is 2."}]},
+            "question=question answer=answer response=response rows=items",
+        ),
+        (
+            {"prompt": "1+1?", "label": 2, "output": ["It is 2.", "3"], "score": [1, 0]},
+            "question=prompt answer=label response=output score=score",
+        ),
+        ({"x": {"y": [1]}}, "question=PLACE_OF_THE_QUESTION answer=x.y response=PLACE_OF_THE_RESPONSE"),
+    ],
+)
+def test_places_are_guessed_in_lists_and_where_rows_are_in_one_object(row: dict[str, object], places: str) -> None:
+    assert shlex.split(suggested_option(row)) == ["--fields", places]
 
 
 @pytest.mark.parametrize(
