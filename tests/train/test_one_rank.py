@@ -49,7 +49,8 @@ def test_kept_layers_are_not_computed_again_and_change_no_update(tmp_path):
         policy = parallelise(model, ONE, dtype="float32", activation_checkpointing=True, keep_layers=keep_layers)
         layers, runs = list(policy.hf.base_model.layers), []
         for i, layer in enumerate(layers):
-            layer.mlp.register_forward_hook(lambda *_, i=i: runs.append(i))
+            # before and not after it: a layer is computed again only as far as its gradients need
+            layer.mlp.register_forward_pre_hook(lambda *_, i=i: runs.append(i))
         batch = packed(rows)
         policy.train()
         Updater(policy, OptimConfig(lr=3e-2), ONE, num_steps=1).step(
