@@ -22,6 +22,7 @@ QUIET = "ERROR"
 """Level of vLLM's log in this process unless the user has set one: it warns of each weight."""
 _LAST_LINES, _LINE_LENGTH = 40, 500
 _LAST_BYTES = 64 << 10
+_CAUSE, _NUM_CAUSES = re.compile(r"\b\w*(?:Error|Exception): .+"), 5
 _NOISE = re.compile(r" (INFO|DEBUG) \d\d-\d\d |Completed \||^\s*$")
 """Lines of the log that no error is in."""
 _REMEDIES = (
@@ -69,13 +70,16 @@ class ProcessLog:
             multiprocessing.set_executable(os.fsdecode(before))
 
     def ending(self) -> str:
-        """Return the last lines, on lines of their own below what to do about them; empty if nothing was printed."""
+        """Return the first errors and the last lines, below what to do about them; empty if nothing was printed."""
         if not self.path.is_file():
             return ""
         with self.path.open("rb") as file:
             file.seek(max(0, self.path.stat().st_size - _LAST_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
-        told = [line[:_LINE_LENGTH] for line in lines if not _NOISE.search(line)][-_LAST_LINES:]
+        told = [line[:_LINE_LENGTH] for line in lines if not _NOISE.search(line)]
+        # A worker says the cause, and the processes above it then print long traces of their own.
+        causes = list(dict.fromkeys(found[0] for line in told[:-_LAST_LINES] if (found := _CAUSE.search(line))))
+        told = [*causes[:_NUM_CAUSES], *told[-_LAST_LINES:]]
         if not told:
             return ""
         last = "\n  ".join(told)

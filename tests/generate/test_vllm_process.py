@@ -71,6 +71,17 @@ def test_of_a_long_log_the_last_lines_are_told(tmp_path: Path):
     assert log.ending().splitlines()[1:] == [f"  line {i}" for i in range(99_960, 100_000)]
 
 
+def test_the_cause_is_told_though_long_traces_of_other_processes_follow_it(tmp_path: Path):
+    log = ProcessLog(tmp_path)
+    cause = "(VllmWorker-0 pid=7) ERROR 11-24 17:05:25 [multiproc_executor.py:9] SafetensorError: incomplete metadata"
+    trace = [f"(EngineCore pid=6)   File {i}" for i in range(60)]
+    log.path.write_text("\n".join([cause, *trace, "(EngineCore pid=6) Exception: WorkerProc failed"]))
+    told = log.ending().splitlines()
+    assert told[1] == "  SafetensorError: incomplete metadata"
+    assert told[-1].endswith("Exception: WorkerProc failed")
+    assert len(told) == 1 + 1 + 40
+
+
 def step(usage: float, waiting: int, *, drafted: int = 0, accepted: int = 0) -> SimpleNamespace:
     guessed = SimpleNamespace(num_draft_tokens=drafted, num_accepted_tokens=accepted) if drafted else None
     return SimpleNamespace(kv_cache_usage=usage, num_waiting_reqs=waiting, spec_decoding_stats=guessed)
