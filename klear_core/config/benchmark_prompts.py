@@ -16,7 +16,7 @@ MATH_PROMPTS: dict[str, str] = {
     "boxed": QUESTION + "\nPlease reason step by step, and put your final answer within \\boxed{}.",
     "lighteval": (
         "Solve the following math problem efficiently and clearly.  The last line of your response should be of the "
-        "following format: 'Therefore, the final answer is: $\\boxed{{ANSWER}}$. I hope it is correct' (without "
+        "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without "
         "quotes) where ANSWER is just the final number or expression that solves the problem. Think step by step "
         "before answering.\n\n" + QUESTION
     ),
