@@ -194,8 +194,10 @@ def test_a_benchmark_by_name_has_heldout_problems():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", gym.tasks())
-def test_each_task_gives_problems_that_its_scorer_accepts_in_two_disjoint_splits(task):
+@pytest.mark.parametrize(
+    "task", gym.tasks()[::4]
+)  # each takes seconds in processes of its own; `klear bench gym_judges` has all
+def test_tasks_give_problems_that_its_scorer_accepts_in_two_disjoint_splits(task):
     num_problems = 2 if task in SLOW_TASKS else 12
     assert_disjoint(task, num_problems)
 
