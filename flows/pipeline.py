@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,6 +20,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ParameterTypeError, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Failed
+from pydantic import TypeAdapter
 
 from flows.environment import PipelineResult, StageSelection, page_of, resolve, show_core_logs
 from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
@@ -194,6 +195,9 @@ def _run_selected(
 _STATES: Mapping[str, RunState] = {"FINISHED": "done", "FAILED": "failed", "KILLED": "cancelled"}
 
 
+_SELECTION = TypeAdapter(StageSelection)
+
+
 @contextmanager
 def recorded(run: PipelineRun, selection: StageSelection, notifier: Notifier) -> Iterator[None]:
     """Keep the run's record, from before it looks for artifacts, so that none of them is collected, until its end.
@@ -205,7 +209,7 @@ def recorded(run: PipelineRun, selection: StageSelection, notifier: Notifier) ->
     ids: Mapping[str, ArtifactId] = {}
     with suppress(ConfigError):  # the file of a source is gone: the stage that needs it says so
         ids = fingerprints_of(with_inputs(run.stages, run.chosen), run.config.workspace)
-    asked = {name: value for name, value in asdict(selection).items() if value}
+    asked = {name: value for name, value in _SELECTION.dump_python(selection, mode="json").items() if value}
     record = new_record(run.info, run.config, stages, ids, selection=asked, has_worker=this.deployment_id is not None)
     history = RunHistory.of(workspace_root(run.config.workspace), store=run.config.workspace.store)
     watch = RunWatch(notifier, run.config.workspace.notify, workspace_root(run.config.workspace))
