@@ -15,6 +15,7 @@ import typer
 
 from flows.runs import ShownRun, list_runs
 from klear_core.artifacts.runs import LOG, RunHistory
+from klear_core.config.stage import ReportJob
 from klear_core.errors import KlearError
 from klear_core.scores import percent
 
@@ -67,12 +68,12 @@ def answer(path: str, root: Path) -> tuple[HTTPStatus, str, str]:
         return HTTPStatus.OK, "text/plain", "ok"
     if path == "/":
         return HTTPStatus.OK, "text/html", page(list_runs(root), root)
-    what, _, run_id = path.strip("/").partition("/")
+    page_name, _, run_id = path.strip("/").partition("/")
     found = [run.record for run in list_runs(root) if run.record.run_id == run_id]
-    if found and what == "report" and Path(found[0].report).is_file():
+    if found and f"{page_name}.html" == ReportJob.page and Path(found[0].report).is_file():
         return HTTPStatus.OK, "text/html", Path(found[0].report).read_text(encoding="utf-8")
     log = RunHistory.of(root).folder(run_id) / LOG
-    if found and what == "log" and log.is_file():
+    if found and page_name == LOG and log.is_file():
         return HTTPStatus.OK, "text/plain", log.read_text(encoding="utf-8", errors="replace")
     return HTTPStatus.NOT_FOUND, "text/plain", "not here: the run is on another machine, or has none yet"
 

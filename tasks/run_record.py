@@ -259,7 +259,7 @@ def record_of_report(folder: Path) -> RunRecord:
         stages.append(RunStage(name=record.role, kind=record.kind, fingerprint=record.fingerprint, state="made"))
         own = artifacts / record.kind / record.fingerprint
         if record.kind == "evaluate" and (own / MANIFEST).is_file():
-            scores.append((read_manifest(own).created_at, record.role.removeprefix("evaluate_"), own))
+            scores.append((read_manifest(own).created_at, record.role.partition("_")[2], own))
     last = max(scores, default=None)
     return RunRecord(
         run_id=manifest.fingerprint,

@@ -23,7 +23,7 @@ from klear_core.train.base_model import prepare_base
 
 RECIPES = sorted((Path(__file__).parents[1] / "docs" / "recipes").glob("*.py"))
 SIGNATURES = {
-    "curate": "cfg * workdir benchmarks=None seed=0 telemetry=",
+    "curate": "cfg * workdir benchmarks=None verify=None seed=0 telemetry=",
     "evaluate_model": "cfg verify suite * model workdir seed=0 telemetry= compute=",
     "judge_file": "path cfg * out=None bare_code=False progress=None",
     "load_benchmark": "benchmark * seed",
@@ -32,7 +32,10 @@ SIGNATURES = {
     "train_rl": "setup verify * problems telemetry= workers=None open_inline_eval=",
     "train_sft": "cfg * model traces workdir seed=0 telemetry= run_ranks= open_scorer=",
 }
-RECORDS = {"Benchmark": "name problems num_samples", "RlSetup": "cfg model workdir seed=0 remote=None"}
+RECORDS = {
+    "Benchmark": "name problems num_samples clusters= prompt=",
+    "RlSetup": "cfg model workdir seed=0 remote=None",
+}
 SETTINGS = {
     "BenchmarkConfig": {"name", "source", "num_samples"},
     "CurateConfig": {"sources", "dedup", "decontaminate", "select"},

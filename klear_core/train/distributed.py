@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from klear_core import products
@@ -164,7 +165,9 @@ def parallelise(
     if world.size == 1 and dtype == "float32" and not cpu_offload:
         return policy
     is_wide = policy.adapters is None and all(p.dtype == torch.float32 for p in policy.parameters())
-    if world.size == 1 and world.device.type == "cpu" and is_wide and products.instructions():
+    # Fake tensors, by which memory is planned, have no memory to multiply.
+    is_fake = any(isinstance(p, FakeTensor) for p in policy.parameters())
+    if world.size == 1 and world.device.type == "cpu" and is_wide and not is_fake and products.instructions():
         policy.multiply_in_half()
         return policy
     ensure_process_group(world)

@@ -260,14 +260,14 @@ def test_a_grid_without_settings_for_a_profile_is_refused_for_it(klear) -> None:
 def test_a_dry_run_of_a_grid_whose_files_are_missing_names_the_stages(klear, tmp_path: Path) -> None:
     shown = klear("ablate", "teachers", "--profile", "klear_8b", "--dry-run", "--set", f"workspace.root={tmp_path}")
     assert shown.status == 0, shown.err
-    assert shown.out.startswith("6 runs of benchmarks, tagger, curate, base, tag, distill, sft, evaluate_sft; ")
-    assert "data/bench/aime24.qs.jsonl: no such file" in shown.out
+    assert shown.out.startswith("6 runs of benchmarks, base, tagger, curate, tag, distill, sft, evaluate_sft; ")
+    assert "what is to be made cannot be counted: data/open-thoughts/OpenThoughts3-1.2M: no such file" in shown.out
 
 
 def test_a_profile_takes_the_settings_of_the_one_that_it_extends(klear, tmp_path: Path) -> None:
     in_workspace = ("--dry-run", "--set", f"workspace.root={tmp_path}")
     shown = klear("ablate", "clip_losses", "--profile", "node_8", *in_workspace)
-    assert shown.out.startswith("6 runs of benchmarks, "), shown.err
+    assert shown.out.startswith("6 runs; artifacts to make: benchmarks 2, base 1, "), shown.err
 
 
 def test_a_grid_of_sft_is_compared_with_the_papers_rows_beside_it(tmp_path: Path, capsys) -> None:

@@ -78,8 +78,9 @@ def test_a_run_whose_process_is_gone_is_killed_and_one_that_holds_its_lock_runs(
 def test_a_run_of_another_node_is_seen_through_the_store_and_is_silent_without_a_sign_of_life(tmp_path: Path):
     store = (tmp_path / "store").as_uri()
     there = RunHistory.of(tmp_path / "there", store=store)
-    there.share(record(1, state="running", host="node7", updated_at=NOW))
-    there.share(record(2, state="running", host="node7", updated_at=NOW - timedelta(minutes=6)))
+    now = datetime.now(UTC)  # of this test: the module was imported when the whole suite began
+    there.share(record(1, state="running", host="node7", updated_at=now))
+    there.share(record(2, state="running", host="node7", updated_at=now - timedelta(minutes=6)))
     there.share(record(3, host="node7"))
     found = states(tmp_path / "here", store=store)
     assert found == {"smoke-seed3": "done", "smoke-seed2": "silent", "smoke-seed1": "running"}

@@ -143,7 +143,7 @@ def test_references_of_a_parquet_file_are_structs_with_the_keys_of_all_rows(tmp_
     summary = judge_file(tmp_path / "a.parquet", CFG)
     assert summary.outcomes == {Outcome.SCORED: 4}
     (bad,) = summary.bad_rows
-    assert (bad.line, "verify.judges has none" in bad.reason) == (5, True)
+    assert (bad.line, "verify.judges has" in bad.reason) == (5, True)
 
 
 def test_progress_is_told_of_each_verdict(tmp_path: Path) -> None:
