@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from klear_core import products
 from klear_core.train.kernels import registry
@@ -303,6 +304,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _product_of(x: Tensor) -> registry.Run | None:
     """Return the product of half precision with a float32 result on the device of `x`; None if there is none."""
+    if isinstance(x, FakeTensor):  # by which a GPU's memory is planned: C could read nothing there
+        return _product_of_halves if x.dtype in HALF else None
     if x.dtype not in HALF or (x.device.type == "cpu" and (x.dtype != torch.bfloat16 or not products.instructions())):
         return None
     return registry.on_device("products", x)
