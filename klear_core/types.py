@@ -11,7 +11,10 @@ import math
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, assert_never
+from typing import TYPE_CHECKING, Any, Literal, Protocol, assert_never
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +354,34 @@ class TeacherTrace:
     num_tokens: int
     verdict: Verdict
     prompt_version: str
+
+
+class TokenRow(Protocol):
+    """A row that can be packed. Token i carries loss if `loss_mask[i]`; the first never does: nothing predicts it."""
+
+    @property
+    def token_ids(self) -> Sequence[int] | np.ndarray:
+        """Return the tokens of prompt and response."""
+
+    @property
+    def loss_mask(self) -> Sequence[bool] | np.ndarray:
+        """Return the loss mask, as long as `token_ids`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the length of `token_ids`. Counts need no tokens, which only the rank of a row must have."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Return how many tokens carry loss."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the number of tokens before the first that carries loss; all if none does."""
+
+    @property
+    def prompt_key(self) -> Hashable:
+        """Return what rows share if and only if their prompts are equal."""
 
 
 class TokenCounts:

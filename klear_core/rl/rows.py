@@ -13,11 +13,11 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from klear_core.types import TrainSample
+from klear_core.types import TokenRow, TrainSample
 
 
-class TrainRow(Protocol):
-    """What the learner reads of a row: of a `TrainSample`, or of an `ArrayRow`. It is a `TokenRow`."""
+class TrainRow(TokenRow, Protocol):
+    """What the learner reads of a row: of a `TrainSample`, or of an `ArrayRow`."""
 
     @property
     def problem_id(self) -> str:
@@ -36,32 +36,8 @@ class TrainRow(Protocol):
         """Return the oldest version of the weights that sampled a token."""
 
     @property
-    def token_ids(self) -> Sequence[int] | np.ndarray:
-        """Return the tokens of prompt and response."""
-
-    @property
-    def loss_mask(self) -> Sequence[bool] | np.ndarray:
-        """Return the loss mask, as long as `token_ids`."""
-
-    @property
     def old_logps(self) -> Sequence[float] | np.ndarray:
         """Return the sampler's log-probs, as long as `token_ids`."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the length of `token_ids`."""
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Return how many tokens carry loss."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Return the number of tokens before the first that carries loss."""
-
-    @property
-    def prompt_key(self) -> Hashable:
-        """Return what rows share if and only if their prompts are equal."""
 
 
 Row = TypeVar("Row", bound=TrainRow)

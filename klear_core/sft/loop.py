@@ -42,9 +42,9 @@ from klear_core.train.distributed import (
 from klear_core.train.inline_eval import CheckpointExporter, OpenScorer, no_scorer, scoring
 from klear_core.train.logps import HeadOutput, fused_loss
 from klear_core.train.model import FOLDER, Adapters, FlopCount, Head, Policy, export_model, peak_flops, save_adapter
-from klear_core.train.packing import MicroBatch, PackedBatch, TokenRow
+from klear_core.train.packing import MicroBatch, PackedBatch
 from klear_core.train.step import PROFILES, StepResult, Updater, profiled, save_bad_batch
-from klear_core.types import SftExample, TeacherTrace
+from klear_core.types import SftExample, TeacherTrace, TokenRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,8 @@ from klear_core.train.model import (
     merge,
     pick_device,
 )
-from klear_core.train.packing import PackedBatch, TokenRow, pack, plan_rows
+from klear_core.train.packing import PackedBatch, pack, plan_rows
+from klear_core.types import TokenRow
 
 
 def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, flops: FlopCount) -> PackedBatch:

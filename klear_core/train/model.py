@@ -23,7 +23,8 @@ from klear_core.metrics import made_progress
 from klear_core.prompts import load_tokenizer
 from klear_core.train.balance import RowWork
 from klear_core.train.kernels import attention
-from klear_core.train.packing import MicroBatch, TokenRow
+from klear_core.train.packing import MicroBatch
+from klear_core.types import TokenRow
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig

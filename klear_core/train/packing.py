@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,38 +18,10 @@ from torch import Tensor
 
 from klear_core.train.balance import Item, Plan, RowWork, busy_share, distribute
 from klear_core.train.context_parallel import ALONE, Context
-from klear_core.types import TokenCounts
+from klear_core.types import TokenCounts, TokenRow
 
 TOKENS_ALONE = RowWork()
 """Work by the number of tokens, for callers that do not know the model."""
-
-
-class TokenRow(Protocol):
-    """A row that can be packed. Token i carries loss if `loss_mask[i]`; the first never does: nothing predicts it."""
-
-    @property
-    def token_ids(self) -> Sequence[int] | np.ndarray:
-        """Return the tokens of prompt and response."""
-
-    @property
-    def loss_mask(self) -> Sequence[bool] | np.ndarray:
-        """Return the loss mask, as long as `token_ids`."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the length of `token_ids`. Counts need no tokens, which only the rank of a row must have."""
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Return how many tokens carry loss."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Return the number of tokens before the first that carries loss; all if none does."""
-
-    @property
-    def prompt_key(self) -> Hashable:
-        """Return what rows share if and only if their prompts are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

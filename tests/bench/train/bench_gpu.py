@@ -36,9 +36,9 @@ from klear_core.train.kernels.check_cases import ModelSizes
 from klear_core.train.kernels.fused import fuse
 from klear_core.train.logps import HeadOutput, TokenLogps, fused_loss, passes_on, token_logps
 from klear_core.train.model import DTYPES, Dtype, FlopCount, Head, Policy, peak_flops
-from klear_core.train.packing import MicroBatch, PackedBatch, TokenRow, pack
+from klear_core.train.packing import MicroBatch, PackedBatch, pack
 from klear_core.train.step import Updater
-from klear_core.types import SftExample, TrainSample
+from klear_core.types import SftExample, TokenRow, TrainSample
 
 Measure = dict[str, object]
 
