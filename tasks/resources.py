@@ -189,14 +189,13 @@ def _init(address: str | None, needs: Needs) -> None:
         if address:
             ray.init(address=address, **quiet)
         else:
-            with _sigterm_blocked():
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus,
-                    object_store_memory=needs.object_store_bytes,
-                    include_dashboard=False,
-                    **quiet,
-                )
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=needs.object_store_bytes,
+                include_dashboard=False,
+                **quiet,
+            )
     except Exception as e:  # a node that takes Ray's 30 s to start, on a busy machine, is a bare Exception
         if address:
             raise cannot_join(address, e) from e
@@ -227,20 +226,6 @@ def _kept_signal_handlers() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-@contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """Start processes in the block that do not end at SIGTERM; as Ray itself does with SIGINT.
-
-    A worker or a service manager sends SIGTERM to all processes of a run. If Ray's own ended first, Ray would end this
-    one with status 1 and no word, before it can write that it was interrupted. They end with this process.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- engines and judges ----
