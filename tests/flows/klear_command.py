@@ -72,15 +72,8 @@ class Command:
         self.process.wait()
 
     def interrupt(self, number: signal.Signals) -> int:
-        """What a terminal does at Ctrl-C, SIGINT to the whole foreground group, or `kill` and `docker stop`, SIGTERM to
-        the command alone. Returns the exit status.
-
-        SIGTERM to the whole group would race: Ray ends a driver whose raylet has ended, with status 1 and no word.
-        """
-        if number == signal.SIGTERM:
-            self.process.send_signal(number)
-        else:
-            os.killpg(self.process.pid, number)
+        """What a terminal does at Ctrl-C: the signal goes to the whole foreground group. Returns the exit status."""
+        os.killpg(self.process.pid, number)
         return self.wait()
 
     def left_over(self, *, within_s: float) -> list[str]:
