@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 from prefect_server import ROOT, Server, once, server_and_worker
 from small_runs import SMALL
+from webhook import Receiver, receiving
 
 from klear_core.artifacts.runs import RunHistory
 from klear_core.config.pipeline import WorkspaceConfig
@@ -26,36 +24,16 @@ pytestmark = [
 LENIENT = ("promote.first=any", "promote.max_truncated=1", "promote.max_no_answer=1", "promote.margin=100")
 
 
-class Receiver(ThreadingHTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.got: list[dict[str, Any]] = []
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Receiver
-
-    def do_POST(self) -> None:
-        self.server.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        pass
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    with Receiver() as running:
-        Thread(target=running.serve_forever, daemon=True).start()
+    with receiving("hook") as running:
         yield running
-        running.shutdown()
 
 
 @pytest.fixture
 def server(tmp_path: Path, receiver: Receiver) -> Iterator[Server]:
     (tmp_path / "prefect").mkdir()
-    hook = {"OPS_HOOK": f"http://127.0.0.1:{receiver.server_port}/"}
+    hook = {"OPS_HOOK": receiver.url}
     with server_and_worker(tmp_path / "prefect", settings=hook) as running:
         running.prefect("deploy", "--name=retrain", cwd=ROOT)
         yield running

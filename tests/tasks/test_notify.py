@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from stored_evaluations import RIGHT, WRONG, evaluation, made_model, sample
+from webhook import Receiver, receiving
 
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.artifacts.runs import RunRecord, RunStage
@@ -27,38 +25,10 @@ NEWS = News(event="failed", run_id="3f2a91bc-1", run_name="laptop-seed1", line="
 NOW = datetime.now(UTC)
 
 
-class Receiver(ThreadingHTTPServer):
-    """Remembers what it was sent; the first `num_refused` requests are refused."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}/{SECRET}"
-        self.got: list[dict[str, Any]] = []
-        self.num_refused = 0
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Receiver
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        is_refused = self.server.num_refused > 0
-        self.server.num_refused -= is_refused
-        if not is_refused:
-            self.server.got.append(json.loads(body))
-        self.send_response(503 if is_refused else 200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        pass
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    with Receiver() as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+    with receiving(SECRET) as running:
+        yield running
 
 
 def test_a_webhook_gets_the_line_that_matters_and_a_link(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
