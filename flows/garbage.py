@@ -55,7 +55,7 @@ _JUST_ENDED = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a collection keeps."""
+    """Rules of a collection: what it keeps."""
 
     last: int = 10
     """Number of runs, the newest, whose artifacts are kept."""
@@ -128,7 +128,7 @@ def _registered_model(root: Path, entry: Entry) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
-    """What goes, and why the rest stays."""
+    """The result of a collection: what goes, and why the rest stays."""
 
     items: tuple[Item, ...]
     shared: tuple[SharedItem, ...]

@@ -73,7 +73,7 @@ class PipelineRun:
     artifacts: dict[str, ArtifactRef] = field(default_factory=dict)
     """Artifacts by stage name, in the order in which they were made or found."""
     summary: str = ""
-    """What came of the run, for its record; only retraining says it."""
+    """Result of the run, for its record; only retraining has one."""
 
     def inputs_of(self, stage: Stage) -> dict[str, ArtifactRef]:
         """Return a stage's inputs by role. Raise ArtifactError if one is neither made by this run nor in the store."""

@@ -31,7 +31,7 @@ class GgufTensor:
     """A tensor of a GGUF file."""
 
     shape: tuple[int, ...]
-    """As torch counts: the outermost dimension first."""
+    """Sizes as torch counts them: the outermost dimension first."""
     type: int
     """Number of the quantisation, as ggml counts."""
     offset: int
@@ -40,7 +40,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """What a GGUF file says before its weights."""
+    """The header of a GGUF file: all that stands before its weights."""
 
     path: Path
     metadata: Mapping[str, Any]

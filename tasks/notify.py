@@ -47,7 +47,7 @@ class News:
     line: str
     """The line that matters."""
     link: str
-    """Where to look: a page of Prefect, or the path of a report; empty if there is neither."""
+    """A page of Prefect, or the path of a report; empty if there is neither."""
 
     @property
     def title(self) -> str:

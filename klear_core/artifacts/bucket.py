@@ -50,7 +50,7 @@ _NO_CONNECTION = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectFacts:
-    """What a listing tells of an object."""
+    """An object as a listing shows it."""
 
     size: int
     stamp: str

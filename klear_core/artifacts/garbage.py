@@ -48,7 +48,7 @@ class Ages:
     artifact: timedelta = timedelta(days=1)
     """Long enough for work that keeps no record of its run, such as `klear rejudge`."""
     work: timedelta = timedelta(days=7)
-    """Of unfinished work, set-aside artifacts and reports of failed runs; also the time in the trash."""
+    """Age of unfinished work, set-aside artifacts and reports of failed runs; also the time in the trash."""
 
 
 def reached(entries: Mapping[str, Entry], roots: Mapping[str, str]) -> dict[str, str]:

@@ -80,7 +80,7 @@ def _entries(content: bytes | None) -> Mapping[str, tuple[str, dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What is known of an artifact without opening it."""
+    """An artifact as the index knows it, without opening it."""
 
     kind: str
     fingerprint: str

@@ -63,7 +63,7 @@ class RunScore(Settings):
 
 
 class RunRecord(Settings):
-    """What a run says of itself while it runs, and at its end."""
+    """The record that a run keeps of itself while it runs, and at its end."""
 
     run_id: str
     """Prefect's flow run id."""
@@ -97,7 +97,7 @@ class RunRecord(Settings):
     """Mean share of time in which the GPUs of the run's first machine computed; None without a GPU there."""
     price_per_gpu_hour: float | None = None
     why: str = ""
-    """Why it waits or ended: the last warning, or the error."""
+    """Reason why it waits or ended: the last warning, or the error."""
     report: str = ""
     """Path of its page."""
 

@@ -29,7 +29,7 @@ SHM = Path("/dev/shm")  # noqa: S108  where Ray's objects and new weights of eng
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What a node's processes may use; of the process that asks, which has the limits of its raylet."""
+    """Resources of a node's processes; of the process that asks, which has the limits of its raylet."""
 
     name: str
     clock_s: float
@@ -60,7 +60,7 @@ def node_facts() -> NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What one node measured."""
+    """Measurements of one node."""
 
     all_reduce_s: float
     broadcast_s: float

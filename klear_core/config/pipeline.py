@@ -86,11 +86,11 @@ class Champion(Settings):
 
 
 NotifyEvent = Literal["failed", "waiting", "promoted", "refused", "disk", "budget", "score_fell"]
-"""What somebody may be told of a run. `waiting`: it ended with an error that only a person can mend."""
+"""Events that somebody may be told of. `waiting`: it ended with an error that only a person can mend."""
 
 
 class NotifyConfig(Settings):
-    """Who is told of a run's events, each with the line that matters and a link."""
+    """Receivers of a run's events, each told with the line that matters and a link."""
 
     webhook_env: str = ""
     """Name of the environment variable with the URL of a webhook, which gets JSON; never the URL, which may hold a
@@ -130,7 +130,7 @@ class WorkspaceConfig(Settings):
     """Form of the log that each run keeps in the workspace: lines of text, or one JSON object a line."""
 
     notify: NotifyConfig = Field(default=NotifyConfig(), exclude_if=lambda notify: notify == NotifyConfig())
-    """Who is told that a run failed, waits for a person, was promoted or refused, and so on."""
+    """Receivers of news: a run failed, waits for a person, was promoted or refused, and so on."""
 
     as_before = {"log_format": "text"}
 

@@ -217,7 +217,7 @@ class GroupFilterConfig(Settings):
 
 
 _TRUNCATE_VLLM_AT = 2.0
-"""As in the paper of truncated importance sampling (fengyao.notion.site/off-policy-rl); 1.5 to 10 did alike there."""
+"""Value of the report on truncated importance sampling (fengyao.notion.site/off-policy-rl); 1.5 to 10 did alike."""
 
 
 class MismatchConfig(Settings):

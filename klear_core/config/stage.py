@@ -77,7 +77,7 @@ class Job(Settings):
     """Version of the kind's code. Raise it when a code change changes the result: the stage and all that follow run
     again."""
     code_changes: ClassVar[Mapping[int, str]] = {}
-    """What each newer version of the code does otherwise, as CHANGELOG and `klear plan` say it."""
+    """Changes by code version, as CHANGELOG and `klear plan` say them."""
     makes_model: ClassVar[bool] = False
     """Whether the artifact is a model."""
     scores_model: ClassVar[bool] = False

@@ -42,6 +42,7 @@ from klear_core.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,6 @@ class VllmEngine:
         for name, value in _LOGGING.items():  # read when vllm is imported
             os.environ.setdefault(name, value)
         try:
-            from vllm import AsyncEngineArgs
             from vllm.outputs import WeightVersionSpan  # noqa: F401 (tells 0.32 from versions that cannot label tokens)
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -92,13 +92,7 @@ class VllmEngine:
                 f"install klear[gpu], or klear[cpu-engine] without a GPU ({error})"
             ) from error
         tokenizer = FolderTokenizer(model_folder)
-        arguments = engine_arguments(cfg, model_folder, seed=seed, window=window)
-        if current_platform.is_cpu():  # there all ranks take their caches from one memory
-            arguments = for_cpu(arguments, free_bytes=psutil.virtual_memory().available // cfg.runtime.tensor_parallel)
-        try:
-            args = AsyncEngineArgs(**arguments)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"vLLM does not take these settings of the engine: {error}") from error
+        args = _checked_arguments(cfg, engine_arguments(cfg, model_folder, seed=seed, window=window))
         gauge = Gauge()
         with contextlib.ExitStack() as held:
             scratch = held.enter_context(tempfile.TemporaryDirectory(prefix="klear-", ignore_cleanup_errors=True))
@@ -347,6 +341,19 @@ _TOKENS_PER_STEP = 2048
 """Prompt tokens that are computed together on a CPU: vLLM's default."""
 _CPU_CACHE_SHARE = 0.25
 """KV cache, of the free host memory. vLLM's own default, 0.9 of all memory, fails if other programs run."""
+
+
+def _checked_arguments(cfg: VllmEngineConfig, arguments: dict[str, Any]) -> AsyncEngineArgs:
+    """Return the arguments as vLLM takes them on this machine; ConfigError for those that it does not know."""
+    from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():  # there all ranks take their caches from one memory
+        arguments = for_cpu(arguments, free_bytes=psutil.virtual_memory().available // cfg.runtime.tensor_parallel)
+    try:
+        return AsyncEngineArgs(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vLLM does not take these settings of the engine: {error}") from error
 
 
 def engine_arguments(

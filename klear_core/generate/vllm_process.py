@@ -39,7 +39,7 @@ _REMEDIES = (
     (r"No space left on device|/dev/shm|shm_broadcast", "look at /dev/shm and the disk with `klear doctor --gpu`"),
     (r"Too many open files", "raise `ulimit -n` to 65536 where Ray or klear is started"),
 )
-"""What to do about an engine's last lines, by what they say."""
+"""Remedies by what an engine's last lines say."""
 
 
 class ProcessLog:

@@ -120,7 +120,7 @@ class Download:
     gigabytes: float | None
     """None: the Hub does not say."""
     licence: str
-    """As its card states it; empty if it states none."""
+    """Licence as its card states it; empty if it states none."""
 
 
 def downloads_of(config: PipelineConfig) -> list[Download]:

@@ -173,7 +173,7 @@ class Rerun:
 
     stage: str
     why: str
-    """What the new code does otherwise, and the inputs that are made again for such a reason."""
+    """Change of the code, and the inputs that are made again for such a reason."""
     earlier: Manifest
     """Manifest of the newest artifact that the earlier code made from the same settings."""
     gpu_hours: float | None

@@ -17,7 +17,7 @@ from klear_core.types import TokenRow, TrainSample
 
 
 class TrainRow(TokenRow, Protocol):
-    """What the learner reads of a row: of a `TrainSample`, or of an `ArrayRow`."""
+    """A row as the learner reads it: a `TrainSample`, or an `ArrayRow`."""
 
     @property
     def problem_id(self) -> str:

@@ -172,7 +172,7 @@ def _add_sizes(writer: GGUFWriter, config: HfConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What GGUF stores of a byte-level BPE tokenizer."""
+    """The fields of a byte-level BPE tokenizer in GGUF."""
 
     rule: str
     """Name of the rule by which text is split first."""

@@ -22,7 +22,7 @@ _SCORE_NAMES = "score correct is_correct passed ok graded reward acc"
 _REFERENCE_WORDS = frozenset(["gold", "expected", "reference", "ground", "truth", "target"])
 """Words in the names of what an answer is compared with."""
 _UNKNOWN_QUESTION = "PLACE_OF_THE_QUESTION"
-"""As `suggested_places` calls it."""
+"""Name in `suggested_places`."""
 
 
 class AnswerPlaces(FieldMap):

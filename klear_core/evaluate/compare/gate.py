@@ -25,7 +25,7 @@ Margin = Annotated[float, Field(ge=0, le=100)]
 
 
 class GatePolicy(Settings):
-    """What a new evaluation must show against an old one; a TOML file has these keys."""
+    """Rules that a new evaluation must pass against an old one; a TOML file has these keys."""
 
     margin: Margin = DEFAULT_MARGIN
     """Points that a critical benchmark may lose, by the lower end of the paired interval over other problems."""

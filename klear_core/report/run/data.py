@@ -178,7 +178,7 @@ class Facts:
 
     @property
     def dependence(self) -> str:
-        """How the intervals over other problems take a benchmark's problems: as independent, or in clusters."""
+        """Sentence on how intervals over other problems take the problems: as independent, or in clusters."""
         clusters = {s.benchmark: s.avg.num_clusters for model in self.models for s in model.scores}
         known = [f"{name} in {num} clusters" for name, num in clusters.items() if num]
         alone = [name for name, num in clusters.items() if not num]
