@@ -59,6 +59,7 @@ def _run(body: Body[Any], runtime: TrainRuntime, index: int, address: str, outbo
     with join_world(runtime, rank=index, init_method=address) as world:
         telemetry = _Recorder()
         value = body(world, telemetry)
+        world.barrier()  # a rank that ends cuts off those that still connect to it, for a group that the body made last
         if index == 0:
             # By plain pickle: torch's way to send tensors needs the sender alive when they arrive.
             outbox.send_bytes(pickle.dumps((value, telemetry.logged)))
