@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +64,7 @@ from klear_core.train.model import (
     without_adapters,
 )
 from klear_core.train.packing import MicroBatch
-from klear_core.train.step import PROFILES, StepResult, Updater, profiled, save_bad_batch
+from klear_core.train.step import PROFILES, RankPaces, StepResult, Updater, profiled, save_bad_batch, time_when_done
 from klear_core.types import TrainSample
 
 _OPTIMIZER = "optimizer"
@@ -104,6 +103,7 @@ class Learner:
         needs_copy = cfg.kl_coef > 0 and cfg.lora is None
         self._ref = self._load().requires_grad_(False) if needs_copy else None
         self._updater = Updater(self._policy, cfg.optim, world, num_steps=cfg.num_steps)
+        self._paces = RankPaces(world, "rl/speed")
         self._saved_steps = SavedSteps(workdir / SAVED_STEPS, world)
         self._checkpoints = Checkpoints(workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
         self._flops, self._peak_flops = FlopCount.of(self._policy), peak_flops(world.device)
@@ -220,7 +220,7 @@ class Learner:
             self._saved_steps.begin(step, samples, self._policy, self._updater.optimizer)
         with profiled(self.cfg.runtime.profile_steps, step, self._workdir / PROFILES, rank=self.world.rank):
             metrics = self._learn(samples)
-        metrics |= staleness(samples, version=self.version)
+        metrics |= staleness(samples, version=self.version) | self._paces.measure()
         self._release_cached_memory()
         self.version = step
         if is_saved:
@@ -233,11 +233,11 @@ class Learner:
         # before this RL step.
         minibatches = [self._prepare(part) for part in cut]
         stats = TokenStats(self.world.device)
-        started = self._time()  # MFU covers only the updates' forward and backward passes
+        started = time_when_done(self.world.device)  # MFU covers only the updates' forward and backward passes
         results = [self._update(minibatch, stats) for minibatch in minibatches]
         metrics = update_metrics(minibatches, results, stats, self.world, max_log_ratio=self.cfg.max_log_ratio)
         if self._peak_flops is not None:
-            available = self._peak_flops * self.world.size * (self._time() - started)
+            available = self._peak_flops * self.world.size * (time_when_done(self.world.device) - started)
             metrics["rl/speed/mfu"] = self._flops.step(samples) / available
         return metrics
 
@@ -245,12 +245,6 @@ class Learner:
         """Cut all rows into mini-batches; every rank does so with the same seed, and then takes its share of each."""
         seed = seed_for(self._seed, "rl/minibatches", self.version)
         return cut_minibatches(rows, self.cfg.minibatches_per_step, seed=seed)
-
-    def _time(self) -> float:
-        """Return the time in seconds once the device has finished all queued work (CUDA runs asynchronously)."""
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-        return time.perf_counter()
 
     def _release_cached_memory(self) -> None:
         """Free cached GPU memory so that sleeping engines on the same GPU can wake."""

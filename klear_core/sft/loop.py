@@ -43,7 +43,7 @@ from klear_core.train.inline_eval import CheckpointExporter, OpenScorer, no_scor
 from klear_core.train.logps import HeadOutput, fused_loss
 from klear_core.train.model import FOLDER, Adapters, FlopCount, Head, Policy, export_model, peak_flops, save_adapter
 from klear_core.train.packing import MicroBatch, PackedBatch
-from klear_core.train.step import PROFILES, StepResult, Updater, profiled, save_bad_batch
+from klear_core.train.step import PROFILES, RankPaces, StepResult, Updater, profiled, save_bad_batch
 from klear_core.types import SftExample, TeacherTrace, TokenRow
 
 
@@ -140,6 +140,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     policy = _load(job, world)
     flops = FlopCount.of(policy)
     speed = _Speedometer(flops, world)
+    paces = RankPaces(world, "sft/time")
     updater = Updater(policy, cfg.optim, world, num_steps=num_steps)
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
     # A checkpoint's weights and moments are loaded in place; `first` is the step to continue at.
@@ -166,6 +167,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
             "sft/data/epoch": done * cfg.rows_per_step / plan.order.rows_per_epoch,
         }
         metrics |= speed.metrics(rows)  # before validation, whose time is not the update's
+        metrics |= paces.measure()
         if validation and (done % cfg.eval_every_steps == 0 or done == num_steps):
             metrics["sft/loss/validation"] = held_out_loss = _validation_loss(policy, validation, cfg, world, flops)
             _count_validation(held_out_loss, counters)

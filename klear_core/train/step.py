@@ -9,7 +9,10 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,6 +84,66 @@ class Updater:
         else:
             self.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss=loss.item(), grad_norm=norm.item(), lr=lr, is_applied=is_applied, outputs=tuple(outputs))
+
+
+_PROBE_SIZE = {"cpu": 384, "cuda": 2048}  # rows and columns; some milliseconds on either
+_SLOWER = 1.5  # times the usual rank's time of the probe, from which on a rank counts as slower
+_STEPS_UNTIL_TOLD = 3  # in a row: another process may want a core for a moment
+
+
+class RankPaces:
+    """Finds ranks whose processor computes slower than the others': a throttled GPU, a core shared with another job.
+
+    Ranks wait for one another in every layer, so that a slow one costs all of them the same. Therefore each times a
+    matrix product of its own, with nobody waiting.
+    """
+
+    def __init__(self, world: World, prefix: str, probe: Callable[[torch.device], float] | None = None) -> None:
+        self._world = world
+        self._prefix = prefix
+        self._probe = product_ms if probe is None else probe
+        self._hosts = world.gather(socket.gethostname())
+        self._steps_slow = [0] * world.size
+
+    def measure(self) -> dict[str, float]:
+        """Time the product on every rank and warn of a slow one (collective call).
+
+        Return milliseconds of the usual and of the slowest rank, under the prefix; nothing with a single rank.
+        """
+        if self._world.size == 1:
+            return {}
+        own = torch.zeros(self._world.size, device=self._world.device)
+        own[self._world.rank] = self._probe(self._world.device)
+        times = self._world.sum(own).tolist()
+        usual = statistics.median_low(times)
+        for rank, ms in enumerate(times):
+            self._steps_slow[rank] = self._steps_slow[rank] + 1 if ms > _SLOWER * usual else 0
+            if self._steps_slow[rank] == _STEPS_UNTIL_TOLD and self._world.rank == 0:
+                log.warning(
+                    "rank %d on %s is slow, and all wait for it: a matrix product takes it %.1f times as long as the "
+                    "median of %d ranks. Look at the clocks, temperature and other processes of its node",
+                    rank, self._hosts[rank], ms / max(1e-9, usual), self._world.size,
+                )  # fmt: skip
+        return {f"{self._prefix}/rank_ms": usual, f"{self._prefix}/slowest_rank_ms": max(times)}
+
+
+def product_ms(device: torch.device) -> float:
+    """Return the milliseconds that `device` takes for a matrix product of fixed size, the shortest of three."""
+    size = _PROBE_SIZE[device.type]
+    factor = torch.ones(size, size, device=device)
+    times = []
+    for _ in range(3):
+        started = time_when_done(device)
+        factor @ factor
+        times.append(1000 * (time_when_done(device) - started))
+    return min(times)
+
+
+def time_when_done(device: torch.device) -> float:
+    """Return the time in seconds once `device` has finished all queued work (CUDA runs asynchronously)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 PROFILES = "profile"

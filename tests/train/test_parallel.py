@@ -1,5 +1,8 @@
 """Two gloo ranks on the CPU are one process, in loss, gradient norm, weights and checkpoints."""
 
+import io
+import logging
+import socket
 from functools import partial
 
 import pytest
@@ -16,7 +19,7 @@ from klear_core.train.distributed import full_weights, load_policy, parallelise
 from klear_core.train.logps import fused_loss
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.step import Updater
+from klear_core.train.step import RankPaces, Updater, product_ms
 
 ROWS = [random_rows([9, 30, 14, 22, 5], seed=s) for s in range(3)] + [
     random_rows([12])
@@ -147,3 +150,27 @@ def test_activation_checkpointing_computes_layers_again_to_the_same_gradient(tmp
         gradients.append([p.grad for p in policy.parameters()])
     assert calls == [1, 2]
     torch.testing.assert_close(gradients[0], gradients[1], atol=0, rtol=0)
+
+
+def _paces(world, _telemetry):
+    """Rank 1 takes three times as long as the others, from the second step on."""
+    steps = iter([1.0, 3.0, 3.0, 3.0, 3.0] if world.rank == 1 else [1.0] * 5)
+    paces = RankPaces(world, "rl/speed", lambda _device: next(steps))
+    stream = io.StringIO()
+    logging.getLogger("klear_core").addHandler(logging.StreamHandler(stream))
+    return [paces.measure() for _ in range(5)], stream.getvalue()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_for_three_steps_is_named_once():
+    metrics, told = run_ranks(_paces, TrainRuntime(num_workers=2, device="cpu"), NullTelemetry())
+    assert metrics[0] == {"rl/speed/rank_ms": 1.0, "rl/speed/slowest_rank_ms": 1.0}
+    assert metrics[1:] == [{"rl/speed/rank_ms": 1.0, "rl/speed/slowest_rank_ms": 3.0}] * 4
+    assert told.count("\n") == 1
+    assert told.startswith(
+        f"rank 1 on {socket.gethostname()} is slow, and all wait for it: a matrix product takes it 3.0"
+    )
+
+
+def test_the_probe_of_a_rank_takes_time():
+    assert 0 < product_ms(torch.device("cpu")) < 60_000
