@@ -51,6 +51,13 @@ _LOG = logging.getLogger(__name__)
 _TRIALS_AT_A_TIME = 256
 """Trials of references in flight, so that the tests of all of them are not in memory at once."""
 _SHOWN_FAULTS = 3
+_OF_THE_ANSWER = ("broke_off", "out_of_cpu", "out_of_memory")
+"""Kinds of faults over what was judged."""
+_TRIED_AGAIN = ("died", "killed")
+"""Kinds of faults that a second try may not have."""
+_TRIED_AGAIN_OF_USERS = ("killed", "timed_out")
+"""Such kinds in a worker of a user's function, which may also be over the answer. A judging process that died is not: it
+judges many answers at a time."""
 
 
 class JudgeBackend(Protocol):
@@ -367,25 +374,29 @@ class JudgePool:
     def _run(self, task: Task, verdict: Future[Verdict], on_break: Callable[[Fault], None], *, tries_left: int) -> None:
         """Submit a task and resolve `verdict` with its result; submit it again if the judging process died.
 
+        A user's function that ran out of time is also tried again: a busy machine, or what it asks, may have been slow.
         `on_break` is called instead if the judgement broke off over what was judged.
         """
+        is_users = isinstance(task, UserTask)
+        tried_again = _TRIED_AGAIN + (_TRIED_AGAIN_OF_USERS if is_users else ())
+        of_the_answer = _OF_THE_ANSWER + (_TRIED_AGAIN_OF_USERS if is_users else ())
 
         def resolve(done: Future[Verdict | Fault]) -> None:
             result = done.result()
             match result:
                 case Verdict():
                     verdict.set_result(result)
-                case Fault(kind="died") if tries_left > 0:
+                case Fault(kind=kind) if tries_left > 0 and kind in tried_again:
                     self._run(task, verdict, on_break, tries_left=tries_left - 1)
                 case Fault(kind="no_sandbox"):
                     verdict.set_exception(SandboxError(result.detail))
-                case Fault(kind="broke_off" | "out_of_cpu" | "out_of_memory"):
+                case Fault(kind=kind) if kind in of_the_answer:
                     on_break(result)
                 case _:
                     _failed(result).add_done_callback(lambda last: _resolve(verdict, last))
 
         try:
-            client = self._local if isinstance(task, UserTask) else self._client
+            client = self._local if is_users else self._client
             client.submit(task).add_done_callback(resolve)
         except OSError as e:
             verdict.set_exception(JudgeError(f"the judging process cannot be started: {e}"))
@@ -394,7 +405,8 @@ class JudgePool:
         """Return a future of the verdict on a judgement that broke off: whose fault it was.
 
         Our references pass their trial before an answer is judged by them, so that the answer is to blame. A judge of
-        the user's may depend on something outside, such as a server: it is tried again each time.
+        the user's may depend on something outside, such as a server: it is tried on answers of ours each time, which
+        also tells a machine or server that is away from an answer over which the function waits or dies.
         """
         if isinstance(task, UserTask) and fault.kind == "out_of_memory":
             fault = dataclasses.replace(fault, detail=memory_message(task.function))

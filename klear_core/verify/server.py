@@ -201,7 +201,7 @@ def outcome_of(future: Future[Verdict | Fault]) -> Verdict | Fault:
             return Fault(kind="out_of_memory", detail="the function ran out of memory, and its worker ended")
         case pebble.ProcessExpired() if error.exitcode in _KILLED:
             detail = "a worker was killed: perhaps this machine has too little memory"
-            return Fault(kind="died", detail=f"{detail}, or a function ran out of time with all signals blocked")
+            return Fault(kind="killed", detail=f"{detail}, or a function ran out of time with all signals blocked")
         case pebble.ProcessExpired():
             return Fault(kind="broke_off", detail=f"a worker died ({error})")
         case _:

@@ -18,7 +18,7 @@ from klear_core.verify import JudgePool
 from klear_core.verify.user_code import check, load
 
 SOURCE = """
-import os, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
 
 print("a module that prints when imported")
 
@@ -50,10 +50,19 @@ def by_text(answer):
     if text == "all_blocked":
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         time.sleep(1000)
+    if text == "child": subprocess.run(["sleep", "5"])
     if text == "pause": time.sleep(1.5)
     if text == "alarm_left":
         signal.alarm(1)
     return {"nan": float("nan"), "inf": float("inf"), "big": 3.0, "none": None, "word": "1"}.get(text, 0.5)
+
+def waits(answer):
+    time.sleep(1000)
+
+def waits_once(answer):
+    try: pathlib.Path("was_here").touch(exist_ok=False)
+    except FileExistsError: return 0.25
+    time.sleep(1000)
 
 def of_known_problems(answer):
     return {"What is 7906 + 1?": 1.0}[answer.question]
@@ -135,20 +144,23 @@ def test_a_reward_that_fails_on_one_answer_alone_has_failed_on_it_and_the_next_o
 def test_a_reward_that_fails_on_a_trivial_answer_to_the_problem_too_has_failed_by_itself(pool: JudgePool) -> None:
     failed = value(pool, "of_known_problems")
     assert failed.outcome is Outcome.JUDGE_FAILED
-    assert re.search(r"KeyError: '3 \+ 4\?' \(my_rewards.py, line 40\)", failed.detail)
+    assert re.search(r"KeyError: '3 \+ 4\?' \(my_rewards.py, line 49\)", failed.detail)
 
 
-@pytest.mark.parametrize("text", ["sleep", "blocked", "alarm_cancelled", "alarm_replaced"])
-def test_a_function_that_hangs_is_killed_at_its_wall_clock(pool: JudgePool, text: str) -> None:
-    assert value(pool, "by_text", text, timeout_s=0.2).outcome is Outcome.TIMED_OUT
+@pytest.mark.parametrize("text", ["sleep", "blocked", "alarm_cancelled", "alarm_replaced", "child", "all_blocked"])
+def test_a_function_that_waits_twice_on_one_answer_alone_has_failed_on_it(pool: JudgePool, text: str) -> None:
+    failed = value(pool, "by_text", text, timeout_s=0.3)
+    assert (failed.outcome, failed.score) == (Outcome.SCORED, FAILED_ON_ANSWER), failed
+    assert "ran out of time" in failed.detail
     assert value(pool, "by_text").score == 0.5
 
 
-def test_a_function_that_blocks_every_signal_is_killed_all_the_same(pool: JudgePool) -> None:
-    failed = value(pool, "by_text", "all_blocked", timeout_s=0.2)
-    assert failed.outcome is Outcome.JUDGE_FAILED
-    assert "out of time with all signals blocked" in failed.detail
-    assert value(pool, "by_text").score == 0.5
+def test_a_function_that_waits_on_every_answer_has_timed_out(pool: JudgePool) -> None:
+    assert value(pool, "waits", timeout_s=0.2).outcome is Outcome.TIMED_OUT
+
+
+def test_a_function_that_waits_once_is_called_again_for_its_value(pool: JudgePool) -> None:
+    assert value(pool, "waits_once", timeout_s=0.5).score == 0.25
 
 
 def test_an_alarm_that_a_function_leaves_behind_does_not_end_the_next_call(pool: JudgePool) -> None:

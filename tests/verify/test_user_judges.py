@@ -31,7 +31,7 @@ def near(answer):
     if answer.box == "exit": raise SystemExit(0)
     if answer.box == "die": os._exit(3)
     while answer.box == "spin": pass
-    if answer.box == "sleep": time.sleep(1000)
+    if answer.box == "sleep" or answer.reference.get("sleep"): time.sleep(1000)
     if answer.box == "eat": return len(bytearray(10**10))
     odd = {"none": None, "word": "1", "two": 2, "minus": -0.1, "nan": float("nan"), "list": [1]}
     if answer.box in odd: return odd[answer.box]
@@ -111,6 +111,7 @@ def test_an_answer_without_the_required_tags_is_no_answer_and_the_judge_is_not_a
         ("exit", "SystemExit: 0"),
         ("die", "a worker died"),
         ("spin", "limit of CPU time"),
+        ("sleep", "ran out of time"),
         ("eat", "my_judges:near needs more memory than its memory_mb = 256"),
         ("none", "returned NoneType, and not a number"),
         ("word", "returned str, and not a number"),
@@ -128,8 +129,8 @@ def test_an_answer_over_which_a_working_judge_fails_is_wrong(pool: JudgePool, an
     assert verdict(pool, "24").is_correct
 
 
-def test_a_judge_that_waits_too_long_or_fails_on_every_answer_gives_no_verdict(pool: JudgePool) -> None:
-    slow = verdict(pool, "sleep")
+def test_a_judge_that_waits_or_fails_on_every_answer_gives_no_verdict(pool: JudgePool) -> None:
+    slow = verdict(pool, "24", {"target": 24, "sleep": True})
     assert (slow.outcome, "ran out of time" in slow.detail) == (Outcome.TIMED_OUT, True), slow
     for answer in ("24", "7", "raise"):
         broken = verdict(pool, answer, {"goal": 24})

@@ -93,7 +93,7 @@ def test_a_worker_that_died_of_something_else_is_no_time_out() -> None:
     future.set_exception(pebble.ProcessExpired("died", code=-signal.SIGKILL))
     fault = outcome_of(future)
     assert isinstance(fault, Fault)
-    assert fault.kind == "died"
+    assert fault.kind == "killed"
 
 
 def test_an_answer_that_explodes_is_wrong_and_names_cpu_time() -> None:
