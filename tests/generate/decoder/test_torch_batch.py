@@ -98,3 +98,18 @@ def test_rows_that_go_on_in_slots_of_their_own_take_the_tokens_they_would_have_t
         assert ended[owner].token_ids == expected[owner].token_ids
         assert torch.allclose(torch.tensor(ended[owner].logps), torch.tensor(expected[owner].logps), rtol=0, atol=3e-5)
     assert {version for e in ended.values() for version in e.versions} == {0, 1}
+
+
+def test_the_room_for_one_long_prompt_is_freed_once_the_batch_is_empty(
+    model: Decoder, native: NativeStep | None
+) -> None:
+    """Four prompts of up to 90 tokens need rows of 96 positions, and not of the 240 of a prompt before them."""
+    rows = [row(owner) for owner in range(4)]
+    fresh, batch = batch_of(model, native), batch_of(model, native)
+    expected = finish(fresh, [rows])
+    long = BatchRow(owner=9, prompt_ids=(65,) * 240, key=1, params=rows[0].params, end=241)
+    finish(batch, [[long]])
+    assert batch.cached_positions >= 240
+    after = finish(batch, [[row(owner) for owner in range(4)]])
+    assert {i: ended.logps for i, ended in after.items()} == {i: ended.logps for i, ended in expected.items()}
+    assert batch.cached_positions == fresh.cached_positions
