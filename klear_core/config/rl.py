@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from klear_core.config.advantages import AdvantageConfig, GrpoAdvantage, MaxRlAdvantage, PassAtKAdvantage
 from klear_core.config.evaluate import (
     InlineEvalConfig,
     LocalEngineConfig,
@@ -92,6 +93,13 @@ class RewardConfig(Settings):
     opens it in the prompt counts."""
     custom: tuple[CustomReward, ...] = ()
     """Functions of the user's own, whose weighted values are added for every answer, well-formed or not."""
+    length_coef: float = Field(default=0.0, ge=0, le=100)
+    """Times the answer's share of the token budget, times the share of positive answers in its group, is subtracted:
+    easy problems are to be answered shortly (ALP, arXiv 2506.05256). The paper counts one answer as right in a group
+    without any. Here such a group loses nothing, because a division by the standard deviation would make the smallest
+    difference count fully. 0: off."""
+
+    as_before = {"length_coef": 0.0}
 
     @property
     def loopholes(self) -> tuple[str, ...]:
@@ -228,30 +236,6 @@ class MismatchConfig(Settings):
     wherever vLLM samples, whose kernels round in other places, else off; None: off."""
     max_sequence_ratio: float | None = Field(default=None, gt=1)
     """Mask sequences whose geometric mean of that ratio, or its inverse, is above this; None masks none."""
-
-
-class GrpoAdvantage(Settings):
-    """Reward minus the group's mean, divided by the group's standard deviation (paper equation 4)."""
-
-    kind: Literal["grpo"] = "grpo"
-    std: Literal["population", "sample", "none"] = "population"
-    """Standard deviation to divide by. The paper's equation has the population's, its code the sample's; `none` is
-    Dr.GRPO (arXiv 2503.20783)."""
-
-
-class RlooAdvantage(Settings):
-    """Reward minus the mean of the group's other rewards (arXiv 2402.14740)."""
-
-    kind: Literal["rloo"] = "rloo"
-
-
-class BatchAdvantage(Settings):
-    """Reward minus the group's mean, over the batch's standard deviation (REINFORCE++-baseline, arXiv 2501.03262)."""
-
-    kind: Literal["batch"] = "batch"
-
-
-AdvantageConfig = Annotated[GrpoAdvantage | RlooAdvantage | BatchAdvantage, Field(discriminator="kind")]
 
 
 class RlCheckpointConfig(CheckpointConfig):
@@ -461,6 +445,27 @@ class RlConfig(Settings):
         if buffer > budget:
             raise ValueError(
                 f"overlong.penalty_tokens = {buffer} exceeds max_new_tokens = {budget}: every answer would be penalised"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantage_fits_the_rewards(self) -> RlConfig:
+        num_samples = self.rollout.samples_per_group
+        if isinstance(self.advantage, PassAtKAdvantage) and self.advantage.k >= num_samples:
+            raise ValueError(
+                f"advantage.k = {self.advantage.k} with rollout.samples_per_group = {num_samples}: no two subsets of "
+                "k answers would differ, and no answer would have an advantage; set k to less"
+            )
+        ignored = {
+            "reward.custom": any(reward.weight != 0 for reward in self.reward.custom),
+            "reward.length_coef": self.reward.length_coef > 0,
+            "overlong.penalty_tokens": self.overlong.penalty_tokens > 0,
+        }
+        names = [name for name, is_set in ignored.items() if is_set]
+        if isinstance(self.advantage, MaxRlAdvantage) and names:
+            raise ValueError(
+                f'advantage.kind = "maxrl" compares right with wrong answers alone, and would ignore '
+                f"{', '.join(names)}: leave them out, or take another advantage"
             )
         return self
 
