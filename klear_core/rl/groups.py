@@ -14,7 +14,8 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import DropCounts, LedgerStep
 from klear_core.artifacts.records import read_shards
-from klear_core.config.rl import OverlongConfig, PromptFilterConfig, RlConfig
+from klear_core.config.rewards import OverlongConfig
+from klear_core.config.rl import PromptFilterConfig, RlConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.rl.rewards import group_advantages, has_advantage
 from klear_core.rl.rows import Row

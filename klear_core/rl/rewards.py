@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from klear_core.config.advantages import (
+from klear_core.config.rewards import (
     AdvantageConfig,
     BatchAdvantage,
+    CustomReward,
     GdpoAdvantage,
     GrpoAdvantage,
     MaxRlAdvantage,
+    OverlongConfig,
     PassAtKAdvantage,
+    RewardConfig,
     RlooAdvantage,
 )
-from klear_core.config.rl import CustomReward, OverlongConfig, RewardConfig, RlConfig
+from klear_core.config.rl import RlConfig
 from klear_core.config.verify import source_digest
 from klear_core.errors import JudgeError, RewardError
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN

@@ -10,17 +10,19 @@ import pytest
 from pydantic import ValidationError
 from rl_builders import problem
 
-from klear_core.config.advantages import (
+from klear_core.config.evaluate import SamplingConfig
+from klear_core.config.rewards import (
     AdvantageConfig,
     BatchAdvantage,
+    CustomReward,
     GdpoAdvantage,
     GrpoAdvantage,
     MaxRlAdvantage,
     PassAtKAdvantage,
+    RewardConfig,
     RlooAdvantage,
 )
-from klear_core.config.evaluate import SamplingConfig
-from klear_core.config.rl import CustomReward, RewardConfig, RlConfig, RolloutConfig
+from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.rl.groups import keep_informative
 from klear_core.rl.rewards import advantages, complete_rewards, custom_reward, group_advantages, reward_of
 from klear_core.types import Completion, Outcome, Rollout, RolloutGroup, Verdict

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from klear_core.artifacts.manifest import DropCounts
-from klear_core.config.rl import GroupFilterConfig, OverlongConfig, RlConfig
+from klear_core.config.rewards import OverlongConfig
+from klear_core.config.rl import GroupFilterConfig, RlConfig
 from klear_core.rl.groups import drop_ledger, keep_informative
 from klear_core.types import (
     Completion,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from rl_builders import rl_config, sample
 
-from klear_core.config.advantages import GrpoAdvantage
 from klear_core.config.losses import LOSS_KINDS
+from klear_core.config.rewards import GrpoAdvantage
 from klear_core.config.rl import MismatchConfig, RlConfig
 from klear_core.rl.losses import TrainBatch
 from klear_core.rl.objective import Denominators, loss_head, make_batch

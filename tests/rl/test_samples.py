@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from klear_core.config.advantages import GrpoAdvantage
-from klear_core.config.rl import OverlongConfig, RlConfig
+from klear_core.config.rewards import GrpoAdvantage, OverlongConfig
+from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import cut_minibatches, to_samples
 from klear_core.types import (
     Completion,

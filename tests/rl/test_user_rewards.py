@@ -13,7 +13,8 @@ from rl_builders import problem, rl_config, tiny_base
 
 from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.evaluate import SamplingConfig
-from klear_core.config.rl import CustomReward, RewardConfig, RlConfig, RolloutConfig
+from klear_core.config.rewards import CustomReward, RewardConfig
+from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.verify import VerifyConfig, VerifyRuntime
 from klear_core.errors import RewardError
 from klear_core.generate.engine import FakeAnswer, FakeEngine
@@ -181,9 +182,7 @@ def test_a_users_reward_decides_what_is_learnt_and_a_machines_failure_is_left_ou
 @pytest.mark.usefixtures("source")
 def test_a_reward_that_fails_too_often_stops_the_stage_by_name(tmp_path: Path) -> None:
     knows = CustomReward(function="mine:knows")
-    with pytest.raises(
-        RewardError, match=r"\d of \d values of the reward 'knows' failed.*KeyError.*mine.py, line 13"
-    ):
+    with pytest.raises(RewardError, match=r"\d of \d values of the reward 'knows' failed.*KeyError.*mine.py, line 13"):
         collect(tmp_path, cfg_with(knows), ("a", "b", "c", "d"), min_failed_count=2)
 
 

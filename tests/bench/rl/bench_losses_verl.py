@@ -32,9 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from klear_core.config.advantages import AdvantageConfig, BatchAdvantage, GrpoAdvantage, RlooAdvantage
 from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.losses import CispoConfig, ClipConfig, GppoConfig, GspoConfig, LossConfig, SapoConfig
+from klear_core.config.rewards import AdvantageConfig, BatchAdvantage, GrpoAdvantage, RlooAdvantage
 from klear_core.config.rl import MismatchConfig, RlConfig, RolloutConfig
 from klear_core.errors import ConfigError
 from klear_core.rl.losses import token_loss
