@@ -1,4 +1,4 @@
-"""Define the settings of GPPO reinforcement learning: the training, its rewards, and the sampling of its answers.
+"""Define the settings of GPPO reinforcement learning: the training, and the sampling of its answers.
 
 "Paper" is Klear-Reasoner (arXiv 2508.07629); "scripts" are the training scripts published with it, cited where they
 differ from the paper or say more.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from klear_core.config.evaluate import (
     InlineEvalConfig,
@@ -18,114 +18,16 @@ from klear_core.config.evaluate import (
     VllmEngineConfig,
 )
 from klear_core.config.losses import ErcConfig, GppoConfig, LossConfig
+from klear_core.config.rewards import (
+    AdvantageConfig,
+    GrpoAdvantage,
+    MaxRlAdvantage,
+    OverlongConfig,
+    PassAtKAdvantage,
+    RewardConfig,
+)
 from klear_core.config.settings import RareYieldLimits, Settings
 from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, TrainRuntime, check_moments
-from klear_core.config.verify import UserFunction
-
-# ---- reward ----
-# Define the settings of RL's rewards: verdicts, tags, functions of the user's own, answers that ran out of tokens.
-#
-# "Paper" is Klear-Reasoner (arXiv 2508.07629); "scripts" are the training scripts published with it.
-
-
-class CustomReward(UserFunction):
-    """A reward of the user's own, added to that of the verdict: a function of a `JudgedAnswer` that returns a number.
-
-    An answer on which it fails, though it works on a trivial one to the same problem, gets `failed_value`. If it fails
-    on that, too, the answer leaves its group and is counted.
-    """
-
-    name: str = Field(default="", pattern=r"^([A-Za-z][A-Za-z0-9_]*)?$")
-    """Name in metrics and counts; empty: the function's."""
-    weight: float = Field(default=1.0, ge=-100, le=100)
-    """Factor on the value in the sum of all rewards; 0 only logs it."""
-    min_value: float = Field(default=-100, ge=-1e6, le=1e6)
-    """Smallest value that is accepted; one that is smaller is a failure."""
-    max_value: float = Field(default=100, ge=-1e6, le=1e6)
-    """Largest value that is accepted; one that is larger is a failure."""
-    failed_value: float | None = Field(default=None, ge=-1e6, le=1e6)
-    """Value of an answer on which the function fails; None: that of the answer in its group which gains least by this
-    reward."""
-
-    as_before = {"failed_value": None}
-
-    @property
-    def label(self) -> str:
-        """Name in metrics and counts."""
-        return self.name or self.function.partition(":")[2]
-
-    @model_validator(mode="after")
-    def _in_order(self) -> CustomReward:
-        if self.min_value > self.max_value:
-            raise ValueError(f"min_value = {self.min_value} is above max_value = {self.max_value}")
-        if self.failed_value is not None and not self.min_value <= self.failed_value <= self.max_value:
-            raise ValueError(
-                f"failed_value = {self.failed_value} is not between min_value = {self.min_value} and "
-                f"max_value = {self.max_value}"
-            )
-        return self
-
-
-FormatReward = Annotated[
-    Annotated[float, Field(ge=-100, le=100)] | None, BeforeValidator(lambda value: None if value == "none" else value)
-]
-"""Reward of a missing tag; None, which profiles write as `"none"` because TOML has no null, gives no such reward."""
-
-
-class RewardConfig(Settings):
-    """Mapping from verdicts to rewards; defaults from the published code (`reward_config.py`), but for
-    `missing_close`."""
-
-    correct: float = Field(default=1.0, ge=-100, le=100)
-    """Reward of the full score; paper section 3.2.4 and scripts."""
-    wrong: float = Field(default=-1.0, ge=-100, le=100)
-    """Reward of score 0; scores between are interpolated linearly. The paper's soft code reward is 0 to 1, its code has
-    -1 to 1."""
-    soft: bool = True
-    """Reward partial scores (the share of passed tests); False rewards only the full score."""
-    missing_close: FormatReward = -1.0
-    """Reward of an answer without `</think>`, whatever its content; `"none"` judges it like any other. Default: that of
-    a wrong answer. The scripts have -0.5, for which a model that is often wrong learns to leave its tags out
-    (docs/when_a_run_goes_wrong.md)."""
-    missing_open: FormatReward = -2.0
-    """Reward of an answer without `<think>` (checked second); `"none"` judges it like any other. A chat template that
-    opens it in the prompt counts."""
-    custom: tuple[CustomReward, ...] = ()
-    """Functions of the user's own, whose weighted values are added for every answer, well-formed or not."""
-
-    @property
-    def loopholes(self) -> tuple[str, ...]:
-        """Return a sentence for each malformed answer that is rewarded above a wrong one."""
-        of_tags = {"missing_close": self.missing_close, "missing_open": self.missing_open}
-        return tuple(
-            f"reward.{name} = {value:g} is above reward.wrong = {self.wrong:g}: a model that is often wrong learns to "
-            "leave its tags out, until no answer is well-formed and no gradient is left"
-            for name, value in of_tags.items()
-            if value is not None and value > self.wrong
-        )
-
-    @model_validator(mode="after")
-    def _custom_names_differ(self) -> RewardConfig:
-        names = [reward.label for reward in self.custom]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"custom: two rewards have the name {name!r}; set another `name` for one of them")
-            if name == "mean":
-                raise ValueError("custom: the name 'mean' is taken by the metric rl/reward/mean; set another `name`")
-        return self
-
-
-class OverlongConfig(Settings):
-    """Handling of answers that ran out of tokens (by finish reason). The authors advise `drop` below a 32K budget."""
-
-    handling: Literal["keep", "drop", "mask"] = "keep"
-    """`drop`: remove from the group before advantages; `mask`: count in the group's advantages, but without a loss."""
-    penalty_tokens: int = Field(default=0, ge=0)
-    """Length of the penalty zone at the end of the token budget, in which the penalty grows linearly (DAPO: 4096); 0:
-    no penalty."""
-    penalty: float = Field(default=1.0, ge=0, le=100)
-    """Subtracted from the reward of an answer that fills the budget (DAPO: 1)."""
-
 
 # ---- rollout ----
 # Define the settings of sampling in RL: which problems are asked, how answers are sampled, which groups are kept.
@@ -228,30 +130,6 @@ class MismatchConfig(Settings):
     wherever vLLM samples, whose kernels round in other places, else off; None: off."""
     max_sequence_ratio: float | None = Field(default=None, gt=1)
     """Mask sequences whose geometric mean of that ratio, or its inverse, is above this; None masks none."""
-
-
-class GrpoAdvantage(Settings):
-    """Reward minus the group's mean, divided by the group's standard deviation (paper equation 4)."""
-
-    kind: Literal["grpo"] = "grpo"
-    std: Literal["population", "sample", "none"] = "population"
-    """Standard deviation to divide by. The paper's equation has the population's, its code the sample's; `none` is
-    Dr.GRPO (arXiv 2503.20783)."""
-
-
-class RlooAdvantage(Settings):
-    """Reward minus the mean of the group's other rewards (arXiv 2402.14740)."""
-
-    kind: Literal["rloo"] = "rloo"
-
-
-class BatchAdvantage(Settings):
-    """Reward minus the group's mean, over the batch's standard deviation (REINFORCE++-baseline, arXiv 2501.03262)."""
-
-    kind: Literal["batch"] = "batch"
-
-
-AdvantageConfig = Annotated[GrpoAdvantage | RlooAdvantage | BatchAdvantage, Field(discriminator="kind")]
 
 
 class RlCheckpointConfig(CheckpointConfig):
@@ -461,6 +339,27 @@ class RlConfig(Settings):
         if buffer > budget:
             raise ValueError(
                 f"overlong.penalty_tokens = {buffer} exceeds max_new_tokens = {budget}: every answer would be penalised"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantage_fits_the_rewards(self) -> RlConfig:
+        num_samples = self.rollout.samples_per_group
+        if isinstance(self.advantage, PassAtKAdvantage) and self.advantage.k >= num_samples:
+            raise ValueError(
+                f"advantage.k = {self.advantage.k} with rollout.samples_per_group = {num_samples}: no two subsets of "
+                "k answers would differ, and no answer would have an advantage; set k to less"
+            )
+        ignored = {
+            "reward.custom": any(reward.weight != 0 for reward in self.reward.custom),
+            "reward.length_coef": self.reward.length_coef > 0,
+            "overlong.penalty_tokens": self.overlong.penalty_tokens > 0,
+        }
+        names = [name for name, is_set in ignored.items() if is_set]
+        if isinstance(self.advantage, MaxRlAdvantage) and names:
+            raise ValueError(
+                f'advantage.kind = "maxrl" compares right with wrong answers alone, and would ignore '
+                f"{', '.join(names)}: leave them out, or take another advantage"
             )
         return self
 

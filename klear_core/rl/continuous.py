@@ -27,7 +27,7 @@ from typing import Self
 from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
-from klear_core.rl.rewards import with_failed_values
+from klear_core.rl.rewards import complete_rewards
 from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts, StreamItem, now
 from klear_core.types import Rollout, RolloutGroup
 
@@ -152,8 +152,8 @@ class ContinuousRollouts:
             # `gather` leaves the others running if one fails. No effect on those that are done.
             for task in tasks:
                 task.cancel()
-        sampled = RolloutGroup(problem=item.problem, rollouts=with_failed_values(rollouts, self._cfg.reward))
-        kept = keep_informative([sampled], self._cfg.group_filter, self._cfg.overlong)
+        sampled = RolloutGroup(problem=item.problem, rollouts=complete_rewards(rollouts, self._cfg))
+        kept = keep_informative([sampled], self._cfg)
         # Not the present version: the deadline follows from the one under which the group was begun.
         version = self._open.pop(item.position).version
         if kept.groups:

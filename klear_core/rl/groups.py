@@ -14,15 +14,13 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import DropCounts, LedgerStep
 from klear_core.artifacts.records import read_shards
-from klear_core.config.rl import AdvantageConfig, GroupFilterConfig, OverlongConfig, PromptFilterConfig
+from klear_core.config.rewards import OverlongConfig
+from klear_core.config.rl import PromptFilterConfig, RlConfig
 from klear_core.errors import ConfigError, DataError
-from klear_core.rl.rewards import advantages
+from klear_core.rl.rewards import group_advantages, has_advantage
 from klear_core.rl.rows import Row
 from klear_core.scores import read_pass_rates
 from klear_core.types import CodeReference, PassRate, Problem, Rollout, RolloutGroup, TrainSample, UnverifiableReference
-
-SAME_REWARD = 1e-9
-"""Rewards closer than this count as equal."""
 
 TRAINED = "trained"
 """Reason under which groups and answers that reached the learner are counted."""
@@ -56,11 +54,11 @@ class Kept:
     drops: DropCounts
 
 
-def keep_informative(groups: Sequence[RolloutGroup], cfg: GroupFilterConfig, overlong: OverlongConfig) -> Kept:
-    """Drop unusable answers, then the groups that `cfg` rejects; `to_samples` counts the answers that are left."""
+def keep_informative(groups: Sequence[RolloutGroup], cfg: RlConfig) -> Kept:
+    """Drop unusable answers, then the groups that the filter rejects; `to_samples` counts the answers that are left."""
     kept, drops = [], DropCounts()
     for group in groups:
-        usable, lost = _split_usable(group, overlong)
+        usable, lost = split_usable(group, cfg.overlong)
         for lost_reason, count in lost.items():
             drops.count("rollout", lost_reason, count)
         # Test the size first, because the accuracy and reward tests need at least one usable answer.
@@ -74,7 +72,8 @@ def keep_informative(groups: Sequence[RolloutGroup], cfg: GroupFilterConfig, ove
     return Kept(groups=tuple(kept), drops=drops)
 
 
-def _split_usable(group: RolloutGroup, overlong: OverlongConfig) -> tuple[tuple[Rollout, ...], Counter[str]]:
+def split_usable(group: RolloutGroup, overlong: OverlongConfig) -> tuple[tuple[Rollout, ...], Counter[str]]:
+    """Return the answers that are compared with each other, and counts of the others by reason."""
     usable, lost = [], Counter[str]()
     for rollout in group.rollouts:
         reason = _unusable(rollout, overlong)
@@ -110,19 +109,19 @@ def _too_few(usable: Sequence[Rollout], lost: Counter[str]) -> str | None:
     return max(sorted(lost), key=lost.__getitem__)
 
 
-def _uninformative(usable: Sequence[Rollout], cfg: GroupFilterConfig) -> str | None:
+def _uninformative(usable: Sequence[Rollout], cfg: RlConfig) -> str | None:
     """Return the reason to drop a group; None if it is to be trained on."""
+    limits = cfg.group_filter
     accuracies = [float(r.is_positive) for r in usable]
     accuracy = sum(accuracies) / len(accuracies)
-    if accuracy < cfg.min_accuracy:
+    if accuracy < limits.min_accuracy:
         return "too_hard"
-    if accuracy > cfg.max_accuracy:
+    if accuracy > limits.max_accuracy:
         return "too_easy"
-    # Without a difference in the group every advantage is 0, and so is the gradient of the policy term.
-    rewards = [r.reward for r in usable]
-    if cfg.zero_advantage == "reward" and max(rewards) - min(rewards) < SAME_REWARD:
+    # Without an advantage the policy term has no gradient.
+    if limits.zero_advantage == "reward" and not has_advantage(usable, cfg):
         return "zero_advantage"
-    if cfg.zero_advantage == "accuracy" and len(set(accuracies)) == 1:
+    if limits.zero_advantage == "accuracy" and len(set(accuracies)) == 1:
         return "same_accuracy"
     return None
 
@@ -135,22 +134,20 @@ class Samples:
     drops: DropCounts
 
 
-def to_samples(
-    groups: Sequence[RolloutGroup], cfg: AdvantageConfig, overlong: OverlongConfig, *, oldest_allowed: int
-) -> Samples:
+def to_samples(groups: Sequence[RolloutGroup], cfg: RlConfig, *, oldest_allowed: int) -> Samples:
     """Compute advantages, then make one row per answer.
 
     Over-long answers (with `handling = "mask"`) and answers with a token sampled by a version before `oldest_allowed`
     get no row.
     """
     rows, drops = [], DropCounts()
-    # Take all answers of the group, because those without a row below still belong to its mean and deviation.
-    rewards_PG = [_rewards_of(group) for group in groups]
-    for group, advantages_G in zip(groups, advantages(rewards_PG, cfg), strict=True):
+    # Of all answers of the group, because those without a row below still belong to its mean and deviation.
+    advantages_PG = group_advantages(groups, cfg)
+    for group, advantages_G in zip(groups, advantages_PG, strict=True):
         group_rows = []
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):
             oldest = min(rollout.completion.policy_versions)  # once: an answer has thousands
-            reason = _trained_or_reason(rollout, oldest, overlong, oldest_allowed)
+            reason = _trained_or_reason(rollout, oldest, cfg.overlong, oldest_allowed)
             drops.count("rollout", reason)
             if reason == TRAINED:
                 group_rows.append(_sample(group.problem.problem_id, rollout, advantage, oldest))
@@ -158,10 +155,6 @@ def to_samples(
         drops.count("group", TRAINED if group_rows else "all_masked")
         rows += group_rows
     return Samples(rows=tuple(rows), drops=drops)
-
-
-def _rewards_of(group: RolloutGroup) -> list[float]:
-    return [r.reward for r in group.rollouts]
 
 
 def cut_minibatches(rows: Sequence[Row], count: int, *, seed: int) -> list[list[Row]]:

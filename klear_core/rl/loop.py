@@ -153,7 +153,7 @@ async def run_steps(
             with phase("select"):
                 # The weights before this step have version `step`, because versions count the finished steps.
                 oldest = step - cfg.max_staleness
-                samples = to_samples(collected.kept, cfg.advantage, cfg.overlong, oldest_allowed=oldest)
+                samples = to_samples(collected.kept, cfg, oldest_allowed=oldest)
             with phase("learn"):
                 # No request is running now: the config refuses sleeping engines with `max_staleness` above 0.
                 if sleeper is not None:

@@ -12,15 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from klear_core.config.rl import (
+from klear_core.config.rewards import (
     AdvantageConfig,
     BatchAdvantage,
     CustomReward,
+    GdpoAdvantage,
     GrpoAdvantage,
+    MaxRlAdvantage,
     OverlongConfig,
+    PassAtKAdvantage,
     RewardConfig,
     RlooAdvantage,
 )
+from klear_core.config.rl import RlConfig
 from klear_core.config.verify import source_digest
 from klear_core.errors import JudgeError, RewardError
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN
@@ -32,6 +36,7 @@ from klear_core.types import (
     Outcome,
     Problem,
     Rollout,
+    RolloutGroup,
     Verdict,
 )
 from klear_core.verify import JudgeHealth, JudgePool
@@ -88,6 +93,17 @@ def with_failed_values(rollouts: Sequence[Rollout], cfg: RewardConfig) -> tuple[
     return tuple(filled)
 
 
+def complete_rewards(rollouts: Sequence[Rollout], cfg: RlConfig) -> tuple[Rollout, ...]:
+    """Return a complete group with the rewards that depend on its other answers: values of failed functions, length."""
+    rollouts = with_failed_values(rollouts, cfg.reward)
+    if cfg.reward.length_coef == 0:
+        return rollouts
+    judged = [r.is_positive for r in rollouts if r.verdict.outcome.counts_for_model]
+    pass_rate = sum(judged) / max(1, len(judged))  # without a judged answer no reward has a meaning
+    cost = cfg.reward.length_coef * pass_rate / cfg.rollout.sampling.max_new_tokens  # of one token
+    return tuple(replace(r, reward=r.reward - cost * len(r.completion.token_ids)) for r in rollouts)
+
+
 def is_positive(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> bool:
     """Return whether an answer is right and well-formed.
 
@@ -122,12 +138,67 @@ def _format_reward(completion: Completion, cfg: RewardConfig) -> float | None:
     return None
 
 
+SAME_REWARD = 1e-9
+"""Rewards closer than this count as equal."""
+
 STD_FLOOR = 1e-6
 """Added to standard deviations (the paper's code), so that equal rewards give 0 instead of rounding noise over 0."""
 
 
+def group_advantages(groups: Sequence[RolloutGroup], cfg: RlConfig) -> list[list[float]]:
+    """Return one advantage per answer of each group. All tokens of a response share it."""
+    values_PKG = [compared_values(group.rollouts, cfg) for group in groups]
+    if isinstance(cfg.advantage, GdpoAdvantage):
+        weights_K = _part_weights(cfg)
+        sums_PG = []
+        for values_KG in values_PKG:
+            standardised_KG = [_standardised(values_G, ddof=0) for values_G in values_KG]
+            # One tuple per answer, with its advantage in each part.
+            by_answer = zip(*standardised_KG, strict=True)
+            sums_PG.append([_weighted(weights_K, parts_K) for parts_K in by_answer])
+        return _batch_standardised(sums_PG)
+    return advantages([values_KG[0] for values_KG in values_PKG], cfg.advantage)
+
+
+def compared_values(rollouts: Sequence[Rollout], cfg: RlConfig) -> list[list[float]]:
+    """Return the values of a group's answers that its advantages compare: one list, or one per part of the reward."""
+    match cfg.advantage:
+        case MaxRlAdvantage():
+            return [[float(r.is_positive) for r in rollouts]]
+        case GdpoAdvantage():
+            parts = [_reward_parts(r, cfg.reward) for r in rollouts]
+            return [list(part_G) for part_G in zip(*parts, strict=True)]
+        case _:
+            return [[r.reward for r in rollouts]]
+
+
+def has_advantage(rollouts: Sequence[Rollout], cfg: RlConfig) -> bool:
+    """Return whether any answer of a group has an advantage."""
+    values_KG = compared_values(rollouts, cfg)
+    if isinstance(cfg.advantage, PassAtKAdvantage):
+        # The best of k answers is never one of the k - 1 lowest, so differences among those do not matter.
+        k = min(cfg.advantage.k, len(rollouts) - 1)
+        values_KG = [sorted(values_G)[k - 1 :] for values_G in values_KG]
+    return any(max(values_G) - min(values_G) >= SAME_REWARD for values_G in values_KG)
+
+
+def _reward_parts(rollout: Rollout, cfg: RewardConfig) -> list[float]:
+    """Return the parts of a reward without their weights, in the order of `_part_weights`."""
+    verdict = reward_of(rollout.completion, rollout.verdict, cfg)
+    # What was subtracted for length is the rest of the sum; rounding leaves 1e-16, which `STD_FLOOR` makes nothing of.
+    length = rollout.reward - verdict - custom_reward(rollout.custom_rewards, cfg)
+    custom = [rollout.custom_rewards[reward.label] or 0.0 for reward in cfg.custom if reward.weight]
+    return [verdict, length, *custom]
+
+
+def _part_weights(cfg: RlConfig) -> list[float]:
+    overlong = cfg.overlong.penalty if cfg.overlong.penalty_tokens else 0.0
+    custom = [reward.weight for reward in cfg.reward.custom if reward.weight]
+    return [1.0, overlong + cfg.reward.length_coef, *custom]
+
+
 def advantages(rewards_PG: Sequence[Sequence[float]], cfg: AdvantageConfig) -> list[list[float]]:
-    """Return one advantage per reward, in the same order. All tokens of a response share it."""
+    """Return one advantage per reward, in the same order; with `maxrl` a reward is an accuracy, 0 or 1."""
     match cfg:
         case GrpoAdvantage(std="none"):
             return [_centred(rewards_G) for rewards_G in rewards_PG]
@@ -138,6 +209,12 @@ def advantages(rewards_PG: Sequence[Sequence[float]], cfg: AdvantageConfig) -> l
             return [_leave_one_out(rewards_G) for rewards_G in rewards_PG]
         case BatchAdvantage():
             return _batch_standardised(rewards_PG)
+        case MaxRlAdvantage():
+            return [_over_mean(rewards_G) for rewards_G in rewards_PG]
+        case PassAtKAdvantage():
+            return [_best_of_k(rewards_G, cfg.k) for rewards_G in rewards_PG]
+        case GdpoAdvantage():  # of a single part
+            return _batch_standardised([_standardised(rewards_G, ddof=0) for rewards_G in rewards_PG])
         case _:
             assert_never(cfg)
 
@@ -173,6 +250,40 @@ def _batch_standardised(rewards_PG: Sequence[Sequence[float]]) -> list[list[floa
     # Every group has mean 0 by now, so the batch has too and needs no centring.
     std = math.sqrt(math.fsum(c * c for c in flat) / max(1, len(flat)))  # a step may have no group
     return [_over_std(centred_G, std) for centred_G in centred_PG]
+
+
+def _over_mean(accuracies_G: Sequence[float]) -> list[float]:
+    """Return (a - mean) / mean; 0 where no answer is right."""
+    mean = sum(accuracies_G) / len(accuracies_G)
+    return [(a - mean) / mean if mean else 0.0 for a in accuracies_G]
+
+
+def _best_of_k(rewards_G: Sequence[float], k: int) -> list[float]:
+    """Return E(best of S | answer in S) - E(best of S) over the standard deviation of best of S, for random subsets S
+    of k answers.
+
+    Of the answers in ascending order, the one of rank i (from 0) is the best of C(i, k-1) subsets.
+    """
+    num, k = len(rewards_G), min(k, len(rewards_G) - 1)
+    if k == 0:
+        return [0.0] * num
+    order = sorted(range(num), key=lambda g: rewards_G[g])
+    ascending = [rewards_G[g] for g in order]
+    share = [math.comb(i, k - 1) / math.comb(num, k) for i in range(num)]
+    mean = _weighted(share, ascending)
+    std = math.sqrt(_weighted(share, [(r - mean) ** 2 for r in ascending]))
+    best_with_G = [0.0] * num
+    for rank, g in enumerate(order):
+        # With this answer in S: it is the best if the others are below it, else one above is, with k-2 others below.
+        best = math.comb(rank, k - 1) * ascending[rank]
+        if k > 1:
+            best += math.fsum(math.comb(i - 1, k - 2) * ascending[i] for i in range(rank + 1, num))
+        best_with_G[g] = best / math.comb(num - 1, k - 1)
+    return _over_std([best - mean for best in best_with_G], std)
+
+
+def _weighted(weights: Sequence[float], values: Sequence[float]) -> float:
+    return math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
 
 
 def _over_std(centred_G: Sequence[float], std: float) -> list[float]:

@@ -26,7 +26,7 @@ from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.prompts import completed, opening_of, render_prompt
 from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
-from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of, with_failed_values
+from klear_core.rl.rewards import complete_rewards, custom_reward, is_positive, overlong_penalty, reward_of
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
 from klear_core.waits import Silence
@@ -275,7 +275,7 @@ class Collector:
             # which answers are finished first.
             prompts = self._stream.take(rollout.prompts_per_round)
             sampled = await self._sample_groups(prompts, drops, num_wanted=rollout.groups_per_step - len(kept))
-            informative = keep_informative(sampled, self._cfg.group_filter, self._cfg.overlong)
+            informative = keep_informative(sampled, self._cfg)
             drops.add(informative.drops)
             groups += sampled
             kept += informative.groups
@@ -366,7 +366,7 @@ class _Round:
         groups = []
         for item, tasks in zip(self.items, self._by_item, strict=True):
             if all(_has_result(task) for task in tasks):
-                rollouts = with_failed_values([task.result() for task in tasks], self._cfg.reward)
+                rollouts = complete_rewards([task.result() for task in tasks], self._cfg)
                 groups.append(RolloutGroup(problem=item.problem, rollouts=rollouts))
         return groups
 
@@ -376,7 +376,7 @@ class _Round:
         if not all(_has_result(task) for task in group):
             return
         # Its drops are not counted here: `collect` filters the groups of the whole round again.
-        informative = keep_informative(self.groups(), self._cfg.group_filter, self._cfg.overlong)
+        informative = keep_informative(self.groups(), self._cfg)
         if len(informative.groups) >= self._num_wanted:
             for task in self.tasks:
                 task.cancel()  # no effect on one that is done

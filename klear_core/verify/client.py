@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Literal, Protocol
 
-from klear_core.config.rl import CustomReward
+from klear_core.config.rewards import CustomReward
 from klear_core.config.verify import CustomJudge, MathConfig, VerifyConfig
 from klear_core.types import AnswerToJudge, CodeReference, JudgedAnswer, Outcome, Verdict
 from klear_core.verify.math.text_compare import AlgebraComparison

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self, assert_never
 
-from klear_core.config.rl import CustomReward
+from klear_core.config.rewards import CustomReward
 from klear_core.config.verify import CustomJudge, VerifyConfig, VerifyRuntime, source_digest
 from klear_core.cpus import usable_cpus
 from klear_core.errors import ConfigError, JudgeError, SandboxError

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from klear_core.config.rl import CustomReward
+from klear_core.config.rewards import CustomReward
 from klear_core.config.verify import CustomJudge, UserFunction, module_file, source_digest
 from klear_core.errors import ConfigError
 from klear_core.processes import IS_LINUX

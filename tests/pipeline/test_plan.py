@@ -6,7 +6,8 @@ from manifests import manifest, publish
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.rl import CustomReward, RewardConfig, RlConfig
+from klear_core.config.rewards import CustomReward, RewardConfig
+from klear_core.config.rl import RlConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import RlJob
 from klear_core.config.train import HfModelConfig, SftConfig, SftOptimConfig, SftRuntime

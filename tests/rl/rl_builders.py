@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from klear_core.artifacts.records import shard_name, write_shard
 from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.losses import GppoConfig
-from klear_core.config.rl import RewardConfig, RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
+from klear_core.config.rewards import RewardConfig
+from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.losses import TrainBatch

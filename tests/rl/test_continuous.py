@@ -107,7 +107,7 @@ async def drive(
     async with rollouts as ahead:
         for step in range(run.progress.step, until or cfg.num_steps):
             found = await ahead.next()
-            samples = to_samples(found.kept, cfg.advantage, cfg.overlong, oldest_allowed=step - cfg.max_staleness)
+            samples = to_samples(found.kept, cfg, oldest_allowed=step - cfg.max_staleness)
             run.steps.append(found)
             run.staleness += [step - row.oldest_version for row in samples.rows]
             await asyncio.sleep(learn_s)

@@ -10,7 +10,8 @@ import torch
 from rl_builders import rl_config, sample
 
 from klear_core.config.losses import LOSS_KINDS
-from klear_core.config.rl import GrpoAdvantage, MismatchConfig, RlConfig
+from klear_core.config.rewards import GrpoAdvantage
+from klear_core.config.rl import MismatchConfig, RlConfig
 from klear_core.rl.losses import TrainBatch
 from klear_core.rl.objective import Denominators, loss_head, make_batch
 from klear_core.rl.rewards import advantages

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from klear_core.config.load import load_profile
-from klear_core.config.rl import OverlongConfig, RewardConfig
+from klear_core.config.rewards import OverlongConfig, RewardConfig
 from klear_core.errors import ConfigError
 from klear_core.rl.rewards import is_positive, overlong_penalty, reward_of
 from klear_core.types import Completion, Outcome, Verdict

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from klear_core.config.evaluate import VllmEngineConfig
-from klear_core.config.rl import MismatchConfig, OverlongConfig, RlConfig, RolloutConfig
+from klear_core.config.rewards import OverlongConfig
+from klear_core.config.rl import MismatchConfig, RlConfig, RolloutConfig
 
 
 def rl(sampling: dict[str, object], **settings: object) -> RlConfig:

@@ -12,7 +12,8 @@ import pytest
 from rl_builders import problem, rl_config, tiny_base
 
 from klear_core.config.evaluate import SamplingConfig
-from klear_core.config.rl import OverlongConfig, RewardConfig, RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.rewards import OverlongConfig, RewardConfig
+from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import FakeAnswer, FakeEngine, SamplingParams, Script
 from klear_core.prompts import build_byte_tokenizer, load_tokenizer

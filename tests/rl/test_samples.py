@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from klear_core.config.rl import GrpoAdvantage, OverlongConfig
+from klear_core.config.rewards import GrpoAdvantage, OverlongConfig
+from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import cut_minibatches, to_samples
 from klear_core.types import (
     Completion,
@@ -22,7 +23,8 @@ from klear_core.types import (
     Verdict,
 )
 
-CENTRED = GrpoAdvantage(std="none")
+CENTRED = RlConfig(advantage=GrpoAdvantage(std="none"))
+MASKED = CENTRED.model_copy(update={"overlong": OverlongConfig(handling="mask")})
 
 
 def rollout(reward: float, *, finish: FinishReason = "stop", versions: tuple[int, ...] = (3, 3)) -> Rollout:
@@ -54,7 +56,7 @@ def sample(problem_id: str) -> TrainSample:
 
 
 def test_a_row_is_prompt_and_answer_with_loss_on_the_answer() -> None:
-    right, wrong = to_samples([group(rollout(1), rollout(-1))], CENTRED, OverlongConfig(), oldest_allowed=3).rows
+    right, wrong = to_samples([group(rollout(1), rollout(-1))], CENTRED, oldest_allowed=3).rows
     assert right.token_ids == (1, 2, 3, 7, 8)
     assert right.loss_mask == (False, False, False, True, True)
     assert right.old_logps == (0, 0, 0, -0.1, -0.2)
@@ -65,13 +67,15 @@ def test_the_language_model_loss_does_not_learn_what_the_policy_loss_unlearns() 
     """Right, but without a tag: reward -2, below the mean of its group."""
     right = rollout(1)
     tagless = replace(right, reward=-2.0, is_positive=False)
-    rows = to_samples([group(right, tagless)], CENTRED, OverlongConfig(), oldest_allowed=0).rows
+    rows = to_samples([group(right, tagless)], CENTRED, oldest_allowed=0).rows
     assert [(r.advantage, r.is_positive) for r in rows] == [(1.5, True), (-1.5, False)]
 
 
 def test_masked_overlong_answers_shape_the_advantages_but_are_not_learnt() -> None:
     found = to_samples(
-        [group(rollout(1), rollout(-1, finish="length"))], CENTRED, OverlongConfig(handling="mask"), oldest_allowed=0
+        [group(rollout(1), rollout(-1, finish="length"))],
+        MASKED,
+        oldest_allowed=0,
     )
     assert [r.advantage for r in found.rows] == [1]
     assert found.drops.counts == {"rollout/trained": 1, "rollout/overlong": 1, "group/trained": 1}
@@ -79,15 +83,13 @@ def test_masked_overlong_answers_shape_the_advantages_but_are_not_learnt() -> No
 
 def test_answers_older_than_the_bound_never_train() -> None:
     old, young = rollout(1, versions=(2, 3)), rollout(-1, versions=(3, 4))
-    found = to_samples([group(old, young)], CENTRED, OverlongConfig(), oldest_allowed=3)
+    found = to_samples([group(old, young)], CENTRED, oldest_allowed=3)
     assert [r.oldest_version for r in found.rows] == [3]
     assert found.drops.counts["rollout/stale"] == 1
 
 
 def test_a_group_without_a_row_left_is_counted() -> None:
-    found = to_samples(
-        [group(rollout(1, versions=(0,)), rollout(-1, versions=(0,)))], CENTRED, OverlongConfig(), oldest_allowed=1
-    )
+    found = to_samples([group(rollout(1, versions=(0,)), rollout(-1, versions=(0,)))], CENTRED, oldest_allowed=1)
     assert found.drops.counts == {"rollout/stale": 2, "group/all_masked": 1}
 
 

@@ -13,7 +13,8 @@ from rl_builders import problem, rl_config, tiny_base
 
 from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.evaluate import SamplingConfig
-from klear_core.config.rl import CustomReward, GroupFilterConfig, OverlongConfig, RewardConfig, RlConfig, RolloutConfig
+from klear_core.config.rewards import CustomReward, RewardConfig
+from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.verify import VerifyConfig, VerifyRuntime
 from klear_core.errors import RewardError
 from klear_core.generate.engine import FakeAnswer, FakeEngine
@@ -115,7 +116,7 @@ def test_an_answer_without_a_value_leaves_its_group_and_is_counted_by_name() -> 
         problem=problem("q"),
         rollouts=(rollout({"a": 1.0}, reward=2), rollout({"a": None}, reward=9), rollout({"a": 0.0}, reward=0)),
     )
-    kept = keep_informative([group], GroupFilterConfig(), OverlongConfig())
+    kept = keep_informative([group], RlConfig())
     assert [r.reward for r in kept.groups[0].rollouts] == [2, 0]
     assert kept.drops.of("rollout") == {"reward_a_failed": 1}
 
@@ -171,7 +172,7 @@ def test_a_users_reward_decides_what_is_learnt_and_a_machines_failure_is_left_ou
     }
     assert {r.completion.text: r.failed_rewards for r in group.rollouts} == {"a": (), "bad": ("fussy",), "aaaa": ()}
     assert collected.drops.of("rollout") == {"reward_fussy_failed": 1}
-    rows = to_samples([group], cfg_with().advantage, OverlongConfig(), oldest_allowed=0).rows
+    rows = to_samples([group], cfg_with(), oldest_allowed=0).rows
     mean, std = 0.5 * 8 / 3, 0.5 * (14 / 9) ** 0.5  # of 0.5, 1.5 and 2, which are 0.5 times 1, 3 and 4
     assert [row.advantage for row in rows] == pytest.approx([(x - mean) / std for x in (0.5, 1.5, 2)], abs=1e-4)
     assert caplog.text.count("the reward 'fussy' failed on an answer") == 1
@@ -181,9 +182,7 @@ def test_a_users_reward_decides_what_is_learnt_and_a_machines_failure_is_left_ou
 @pytest.mark.usefixtures("source")
 def test_a_reward_that_fails_too_often_stops_the_stage_by_name(tmp_path: Path) -> None:
     knows = CustomReward(function="mine:knows")
-    with pytest.raises(
-        RewardError, match=r"[23] of [23] values of the reward 'knows' failed.*KeyError.*mine.py, line 13"
-    ):
+    with pytest.raises(RewardError, match=r"\d of \d values of the reward 'knows' failed.*KeyError.*mine.py, line 13"):
         collect(tmp_path, cfg_with(knows), ("a", "b", "c", "d"), min_failed_count=2)
 
 
@@ -224,9 +223,7 @@ def test_an_answer_that_a_reward_fails_on_gains_no_more_by_it_than_any_other(
 def test_a_reward_that_fails_on_every_answer_of_a_group_leaves_nothing_to_compare() -> None:
     cfg = RewardConfig(custom=(CustomReward(function="m:a"),))
     filled = with_failed_values([rollout({"a": FAILED_ON_ANSWER}), rollout({"a": None})], cfg)
-    kept = keep_informative(
-        [RolloutGroup(problem=problem("q"), rollouts=filled)], GroupFilterConfig(), OverlongConfig()
-    )
+    kept = keep_informative([RolloutGroup(problem=problem("q"), rollouts=filled)], RlConfig(reward=cfg))
     assert kept.drops.of("rollout") == {"reward_a_failed": 2}
 
 

@@ -11,7 +11,8 @@ import pytest
 from rl_builders import RAW_REWARD, Recorder, low_byte_judge, problem, rl_config
 from test_rl_loop import run
 
-from klear_core.config.rl import BadAnswerLimits, RewardConfig, RlConfig, RlRuntime
+from klear_core.config.rewards import RewardConfig
+from klear_core.config.rl import BadAnswerLimits, RlConfig, RlRuntime
 from klear_core.errors import CollapseError
 from klear_core.metrics import METRICS_FILE, SILENT, MetricsFile
 from klear_core.rl.state import Watch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.rl import CustomReward
+from klear_core.config.rewards import CustomReward
 from klear_core.config.verify import CustomJudge, VerifyConfig, VerifyRuntime, source_digest
 from klear_core.errors import ConfigError
 from klear_core.types import FAILED_ON_ANSWER, JudgedAnswer, Outcome, Verdict

@@ -34,15 +34,8 @@ from torch import Tensor
 
 from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.losses import CispoConfig, ClipConfig, GppoConfig, GspoConfig, LossConfig, SapoConfig
-from klear_core.config.rl import (
-    AdvantageConfig,
-    BatchAdvantage,
-    GrpoAdvantage,
-    MismatchConfig,
-    RlConfig,
-    RlooAdvantage,
-    RolloutConfig,
-)
+from klear_core.config.rewards import AdvantageConfig, BatchAdvantage, GrpoAdvantage, RlooAdvantage
+from klear_core.config.rl import MismatchConfig, RlConfig, RolloutConfig
 from klear_core.errors import ConfigError
 from klear_core.rl.losses import token_loss
 from klear_core.rl.objective import Denominators, make_batch, mismatch_correction

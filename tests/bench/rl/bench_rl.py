@@ -26,7 +26,8 @@ import torch
 
 from klear_core.config.evaluate import SamplingConfig, TorchEngineConfig
 from klear_core.config.losses import CispoConfig, ClipConfig, GspoConfig, LossConfig
-from klear_core.config.rl import RewardConfig, RlConfig, RlOptimConfig, RolloutConfig
+from klear_core.config.rewards import RewardConfig
+from klear_core.config.rl import RlConfig, RlOptimConfig, RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry

@@ -56,8 +56,7 @@ def measured() -> HostCosts:
     replies = [Reply(request_id=0, completions=(r.completion,)) for group in groups for r in group.rollouts]
     sent = pickle.dumps(replies, protocol=5)
     cfg = RlConfig().model_copy(update={"old_logps": "sampler"})
-    advantage, overlong = cfg.advantage, cfg.overlong
-    samples = to_samples(groups, advantage, overlong, oldest_allowed=0).rows
+    samples = to_samples(groups, cfg, oldest_allowed=0).rows
     everything = range(len(samples))
     rows = with_tokens(counts_of(samples), tokens_of(samples, everything))
 
@@ -74,7 +73,7 @@ def measured() -> HostCosts:
     many = [_short(i) for i in range(2_000)]
     return HostCosts(
         receive=_seconds(lambda: pickle.loads(sent)) / mtok,
-        select=_seconds(lambda: to_samples(groups, advantage, overlong, oldest_allowed=0)) / mtok,
+        select=_seconds(lambda: to_samples(groups, cfg, oldest_allowed=0)) / mtok,
         send=(_seconds(send) + _seconds(lambda: counts_of(samples))) / mtok,
         prepare=_seconds(prepare) / mtok,
         row=_seconds(lambda: pickle.loads(pickle.dumps(counts_of(many), protocol=5))) / len(many),
