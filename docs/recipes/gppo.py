@@ -21,7 +21,7 @@ def main(model: Path, problems: Path, out: Path) -> None:
     cfg = klear.RlConfig(
         num_steps=4,
         minibatches_per_step=2,
-        loss={"kind": "gppo", "beta_low": 0.5},  # or clip, cispo, gspo, dgpo, aspo, sapo, trm
+        loss={"kind": "gppo", "beta_low": 0.5},  # or clip, cispo, gspo, dgpo, aspo, sapo, trm, m2po, dppo
         optim={"lr": 1e-3, "warmup_steps": 0},  # for a tiny model; 1e-6 for 8B
         rollout={"groups_per_step": 2, "samples_per_group": 8, "sampling": {"max_new_tokens": 16}},
         reward={

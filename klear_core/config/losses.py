@@ -209,8 +209,61 @@ class TrmConfig(Settings):
         return math.expm1(math.sqrt(2 * self.max_divergence))
 
 
+class M2poConfig(Settings):
+    """Masking of the tokens with the largest second moment of the log-ratio (M2PO, arXiv 2510.01161, algorithm 1).
+
+    Only tokens whose update leads away from the old policy (A > 0 and r > 1, or A < 0 and r < 1) are masked, the
+    largest (log r)^2 first, until its mean over the rest of them in the mini-batch is at most `max_second_moment`. All
+    other tokens have the weight r. AReaL's version masks regardless of A, within a micro-batch. Costs a forward pass
+    per update.
+    """
+
+    kind: Literal["m2po"] = "m2po"
+    max_second_moment: float = Field(default=0.04, gt=0)
+    """tau, the largest mean of (log r)^2; the paper has 0.04 for all models."""
+    eps_low: float = Field(default=0.2, ge=0, lt=1)
+    """Ratios below 1 - eps_low are counted in the metrics, and change nothing."""
+    eps_high: float = Field(default=0.28, ge=0)
+    """Ratios above 1 + eps_high are counted in the metrics, and change nothing."""
+
+
+class DppoConfig(Settings):
+    """Masking by the divergence of the token's distribution, sampled token or not (DPPO, arXiv 2602.04879, eq. 12-14).
+
+    A token is masked if its update leads away from the old policy (A > 0 and r > 1, or A < 0 and r < 1) and the
+    divergence is above the bound; all others have the weight r. The paper measures from the policy that sampled, and
+    collapses otherwise: set `old_logps = "sampler"`.
+    """
+
+    kind: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Total variation |p_old - p|, or KL divergence of old from new, both between {sampled token, any other}."""
+    max_divergence: float | None = Field(default=None, gt=0)
+    """The bound; None is its scripts' 0.15 for `tv` and 0.05 for `kl`. prime-rl's default loss is `tv` with 0.2."""
+    eps_low: float = Field(default=0.2, ge=0, lt=1)
+    """Ratios below 1 - eps_low are counted in the metrics, and change nothing."""
+    eps_high: float = Field(default=0.28, ge=0)
+    """Ratios above 1 + eps_high are counted in the metrics, and change nothing."""
+
+    @property
+    def bound(self) -> float:
+        """Return the largest divergence of a token that is not masked."""
+        if self.max_divergence is not None:
+            return self.max_divergence
+        return 0.15 if self.divergence == "tv" else 0.05
+
+
 LossConfig = Annotated[
-    GppoConfig | ClipConfig | CispoConfig | GspoConfig | DgpoConfig | AspoConfig | SapoConfig | TrmConfig,
+    GppoConfig
+    | ClipConfig
+    | CispoConfig
+    | GspoConfig
+    | DgpoConfig
+    | AspoConfig
+    | SapoConfig
+    | TrmConfig
+    | M2poConfig
+    | DppoConfig,
     Field(discriminator="kind"),
 ]
 

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +19,14 @@ from torch import nn
 
 from klear_core.artifacts.records import read_shard, write_shard
 from klear_core.config.load import as_option
+from klear_core.config.losses import M2poConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.generate.engine import TensorSpec
 from klear_core.hf_config import read_hf_config
 from klear_core.rl.groups import cut_minibatches
-from klear_core.rl.losses import TrainBatch, at_step
+from klear_core.rl.losses import TrainBatch, at_step, leaving_squares, m2_cutoff
 from klear_core.rl.objective import (
     Denominators,
     MiniBatch,
@@ -312,11 +313,26 @@ class Learner:
         old: TokenLogps | None = self._policy(micro, head) if needs_forward else None
         return make_batch(micro, samples, old, ref_logp_N, denominators, cfg)
 
+    @torch.no_grad()
+    def _m2_cutoff(self, minibatch: MiniBatch, loss: M2poConfig) -> float:
+        """Return M2PO's cutoff, which depends on all tokens of the mini-batch under the present weights.
+
+        A forward pass of its own, because the weights of the first micro-batch depend on the last (collective call).
+        """
+        squares = []
+        for micro, batch in zip(minibatch.packed.micro_batches, minibatch.batches, strict=True):
+            found: TokenLogps = self._policy(micro, self._logp_head(micro))
+            squares.append(leaving_squares(found.logp_N, batch, self.cfg.max_log_ratio))
+        return m2_cutoff(self.world.concat(torch.cat(squares)), loss.max_second_moment)
+
     def _update(self, minibatch: MiniBatch, stats: TokenStats) -> StepResult:
         # Loss with its scheduled betas at this RL step.
         cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
-        update_stats = TokenStats(self.world.device)
-        loss_heads = [loss_head(batch, cfg, update_stats) for batch in minibatch.batches]
+        update_stats, batches = TokenStats(self.world.device), minibatch.batches
+        if isinstance(cfg.loss, M2poConfig):
+            cutoff = self._m2_cutoff(minibatch, cfg.loss)
+            batches = tuple(replace(batch, m2_cutoff=cutoff) for batch in batches)
+        loss_heads = [loss_head(batch, cfg, update_stats) for batch in batches]
         result = self._updater.step(minibatch.packed, loss_heads, step=self.version)
         # Statistics of a skipped update are discarded: one NaN would spoil the sums of the complete RL step.
         if result.is_applied:

@@ -20,13 +20,19 @@ beta_high, n and m low_power and high_root of dgpo, c is dual_clip or (aspo) max
 | aspo, A < 0     |                 | 0               | r      |                 | min(r, c)       |
 | sapo            | 4rs(1-s) with s = sigmoid(tau(r-1)), everywhere                                   |
 | trm             | r; 0 in rows of which any token's (log r)^2 / 2 is above max_divergence           |
+| m2po            | r; 0 if leaving and (log r)^2 >= `TrainBatch.m2_cutoff`                           |
+| dppo            | r; 0 if leaving and the token's divergence is above its bound                     |
 | gspo            | as clip, with the geometric mean of r over the row in place of r                  |
+
+Leaving means that the update leads away from the old policy: A > 0 and r > 1, or A < 0 and r < 1. On top of any loss,
+`max_negative_kl` masks rows (`_off_policy_masked`) and ERC removes gradients (`_entropy_clipped`).
 
 So where PPO's clip gives a token outside the range no gradient, GPPO gives it a bounded one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, assert_never
 
@@ -38,10 +44,12 @@ from klear_core.config.losses import (
     CispoConfig,
     ClipConfig,
     DgpoConfig,
+    DppoConfig,
     ErcConfig,
     GppoConfig,
     GspoConfig,
     LossConfig,
+    M2poConfig,
     SapoConfig,
     TrmConfig,
 )
@@ -49,6 +57,7 @@ from klear_core.train.context_parallel import ALONE, Context
 
 _MAX_ABS_LOGP = 1e4  # replaces infinity: no real log-prob is as low, and products with it stay finite
 _SMALL = 1e-5  # below it k3 uses its series; here the series and the direct formula are equally accurate, to 2e-11
+_PROBABILITY_FLOOR = 1e-8  # keeps the ratio of two zero probabilities 1 instead of 0/0 (DPPO's code)
 _ENTROPY_FLOOR = 1e-8  # makes the ratio of two zero entropies 1 instead of 0/0 (ERC's code)
 
 
@@ -76,6 +85,8 @@ class TrainBatch:
     lm_scale_N: Tensor
     """`lm_coef` over the mini-batch's number of positive tokens, on tokens of positive samples; 0 on others."""
     num_rows: int
+    m2_cutoff: float = math.inf
+    """M2PO masks leaving tokens with (log r)^2 of at least this, one number for all of the mini-batch (`m2_cutoff`)."""
     cp_group: Context = ALONE
     """Context-parallel ranks that hold the other tokens of these rows."""
 
@@ -106,11 +117,13 @@ class TokenLoss:
     """Tokens with a positive advantage and a ratio above the clip range."""
     clipped_N: Tensor
     """Tokens whose weight the loss bounds, decays or removes: `low | high | dual`; in cispo for any sign of A, in gspo
-    and trm all tokens of a row."""
+    and trm all tokens of a row; in m2po and dppo the masked ones."""
     dual_N: Tensor
     """Tokens with a negative advantage capped by the dual clip; in aspo of both signs."""
     erc_N: Tensor
     """Tokens whose gradient entropy-ratio clipping (ERC) removed."""
+    masked_N: Tensor
+    """Tokens without value and gradient: masked by trm, m2po, dppo or `max_negative_kl`."""
     bounded_N: Tensor
     """Tokens whose log-ratio was clamped to the bound."""
 
@@ -123,6 +136,7 @@ def token_loss(
     *,
     erc: ErcConfig | None,
     max_log_ratio: float,
+    max_negative_kl: float | None = None,
 ) -> tuple[Tensor, TokenLoss]:
     """Return the loss of each token, before reduction, and the numbers behind it.
 
@@ -132,6 +146,8 @@ def token_loss(
     # Detach, because ratio, value and weight are numbers: the gradient flows through `carry_N` alone.
     token = _unclipped(logp_N.detach(), batch, cfg, max_log_ratio)
     token = _weighed(token, logp_N.detach(), batch, cfg)
+    if max_negative_kl is not None:
+        token = _off_policy_masked(token, logp_N.detach(), batch, max_negative_kl, max_log_ratio)
     if erc is not None:
         token = _entropy_clipped(token, entropy_N.detach(), batch.old_entropy_N, erc)
     token = replace(token, value_N=token.value_N * batch.correction_N, weight_N=token.weight_N * batch.correction_N)
@@ -142,7 +158,7 @@ def token_loss(
 
 def _unclipped(logp_N: Tensor, batch: TrainBatch, cfg: LossConfig, max_log_ratio: float) -> TokenLoss:
     """Return the policy gradient without clipping, from which the losses start: value and weight are the ratio."""
-    unbounded_N = log_ratio(logp_N, batch.old_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP))
+    unbounded_N = _log_ratios(logp_N, batch)
     log_ratio_N = unbounded_N.clamp(-max_log_ratio, max_log_ratio)
     # The row's ratio is the geometric mean of its tokens' ratios, the same number for each of them. Its gradient by a
     # token's log-prob is itself over the row's length: `normalise = "sample"` divides by that.
@@ -160,8 +176,15 @@ def _unclipped(logp_N: Tensor, batch: TrainBatch, cfg: LossConfig, max_log_ratio
         clipped_N=low_N | high_N,
         dual_N=torch.zeros_like(low_N),
         erc_N=torch.zeros_like(low_N),
+        masked_N=torch.zeros_like(low_N),
         bounded_N=unbounded_N.abs() > max_log_ratio,
     )
+
+
+def _log_ratios(logp_N: Tensor, batch: TrainBatch) -> Tensor:
+    """Return log(new / old) of the tokens, finite but for NaN."""
+    bound = _MAX_ABS_LOGP
+    return log_ratio(logp_N.clamp(-bound, bound), batch.old_logp_N.clamp(-bound, bound))
 
 
 def _weighed(token: TokenLoss, logp_N: Tensor, batch: TrainBatch, cfg: LossConfig) -> TokenLoss:
@@ -181,6 +204,12 @@ def _weighed(token: TokenLoss, logp_N: Tensor, batch: TrainBatch, cfg: LossConfi
             return _sapo(token, batch.advantage_N, cfg)
         case TrmConfig():
             return _trm(token, batch, cfg)
+        case M2poConfig():
+            return _masked(
+                token, is_leaving(token.log_ratio_N, batch) & (token.log_ratio_N.square() >= batch.m2_cutoff)
+            )
+        case DppoConfig():
+            return _masked(token, is_leaving(token.log_ratio_N, batch) & (_divergence(logp_N, batch, cfg) > cfg.bound))
         case _:
             assert_never(cfg)
 
@@ -257,9 +286,77 @@ def _trm(token: TokenLoss, batch: TrainBatch, cfg: TrmConfig) -> TokenLoss:
     Masked rows still count in the mean's denominator. The divergence is k2, (log r)^2 / 2, an estimate of the KL
     divergence that sees changes in both directions.
     """
-    masked_N = row_max(token.log_ratio_N.square() / 2, batch) > cfg.max_divergence
+    return _masked(token, row_max(token.log_ratio_N.square() / 2, batch) > cfg.max_divergence)
+
+
+def _masked(token: TokenLoss, masked_N: Tensor) -> TokenLoss:
+    """Leave the policy gradient without clipping, and the masked tokens without value and gradient.
+
+    They still count in the mean's denominator.
+    """
     weight_N = token.ratio_N * ~masked_N  # a product, so that a NaN in a masked row stays one
-    return replace(token, value_N=weight_N, weight_N=weight_N, clipped_N=masked_N)
+    return replace(token, value_N=weight_N, weight_N=weight_N, clipped_N=masked_N, masked_N=masked_N)
+
+
+def is_leaving(log_ratio_N: Tensor, batch: TrainBatch) -> Tensor:
+    """Return whether the update of a token leads away from the old policy; PPO's clip concerns no other tokens."""
+    advantage_N = batch.advantage_N
+    return ((advantage_N > 0) & (log_ratio_N > 0)) | ((advantage_N < 0) & (log_ratio_N < 0))
+
+
+def leaving_squares(logp_N: Tensor, batch: TrainBatch, max_log_ratio: float) -> Tensor:
+    """Return (log r)^2 of the tokens whose update leads away from the old policy, in the order of the tokens."""
+    log_ratio_N = _log_ratios(logp_N, batch).clamp(-max_log_ratio, max_log_ratio)
+    return log_ratio_N[is_leaving(log_ratio_N, batch)].square()
+
+
+def m2_cutoff(squares_M: Tensor, max_mean: float) -> float:
+    """Return a cutoff: as many of the smallest `squares_M` as have a mean of at most `max_mean` are below it.
+
+    `squares_M` holds (log r)^2 of all M leaving tokens of a mini-batch (M2PO, algorithm 1); equal ones are masked
+    together. Infinite if all may stay.
+    """
+    sorted_M = squares_M.double().sort().values
+    means_M = sorted_M.cumsum(0) / torch.arange(1, len(sorted_M) + 1, device=sorted_M.device)
+    # Means of an ascending sequence ascend, so those within the bound are the first ones. NaN is above every bound.
+    num_kept = int((means_M <= max_mean).sum())
+    if num_kept == len(sorted_M):
+        return math.inf
+    smallest_masked = sorted_M[num_kept]
+    below_M = sorted_M[sorted_M < smallest_masked]
+    largest_kept = below_M[-1] if len(below_M) else torch.zeros_like(smallest_masked)
+    # Between both, so that the rounding of another forward pass moves no token to the other side.
+    return float((largest_kept + smallest_masked) / 2)
+
+
+def _divergence(logp_N: Tensor, batch: TrainBatch, cfg: DppoConfig) -> Tensor:
+    """Return the divergence of each token's two-way distribution: the sampled token, or any other (DPPO eq. 13, 14)."""
+    old_logp_N = batch.old_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP)
+    if cfg.divergence == "tv":
+        return (logp_N.exp() - old_logp_N.exp()).abs()
+    # 1 - p, which rounding of the log-prob must not make negative; expm1 is accurate where p is near 1.
+    rest_N, old_rest_N = (-torch.expm1(x_N).clamp(max=0) for x_N in (logp_N, old_logp_N))
+    rest_ratio_N = (old_rest_N + _PROBABILITY_FLOOR) / (rest_N + _PROBABILITY_FLOOR)
+    return old_logp_N.exp() * (old_logp_N - logp_N) + old_rest_N * rest_ratio_N.log()
+
+
+def _off_policy_masked(
+    token: TokenLoss, logp_N: Tensor, batch: TrainBatch, max_negative_kl: float, max_log_ratio: float
+) -> TokenLoss:
+    """Mask negative tokens of rows that the policy has left: off-policy sequence masking (DeepSeek-V3.2, section 3.1).
+
+    The row's mean of log(sampler / policy) estimates the KL divergence of the policy that sampled from the present one,
+    with the sampler's own log-probs, so that it includes the mismatch between both engines.
+    """
+    gap_N = log_ratio(batch.sampler_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP), logp_N)
+    far_N = row_mean(gap_N.clamp(-max_log_ratio, max_log_ratio), batch) > max_negative_kl
+    masked_N = (batch.advantage_N < 0) & far_N
+    return replace(
+        token,
+        value_N=token.value_N * ~masked_N,
+        weight_N=token.weight_N * ~masked_N,
+        masked_N=token.masked_N | masked_N,
+    )
 
 
 def _dual_clipped(token: TokenLoss, advantage_N: Tensor, bound: float | None) -> TokenLoss:
@@ -293,7 +390,7 @@ def at_step(cfg: LossConfig, step: int) -> LossConfig:
 
 
 def joins_tokens(cfg: LossConfig) -> bool:
-    """Return whether a token's loss depends on other tokens of its row and cannot be computed chunk by chunk."""
+    """Return whether a token's weight depends on other tokens of its row and cannot be computed chunk by chunk."""
     return isinstance(cfg, GspoConfig | TrmConfig)
 
 

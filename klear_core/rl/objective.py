@@ -132,7 +132,15 @@ def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
     def loss_fn(logp_C: Tensor, entropy_C: Tensor, where: slice) -> Tensor:
         logp_C = logp_C.clamp(min=_MIN_LOGP)
         part = batch.chunk(where)
-        loss_C, token = token_loss(logp_C, entropy_C, part, cfg.loss, erc=cfg.erc, max_log_ratio=cfg.max_log_ratio)
+        loss_C, token = token_loss(
+            logp_C,
+            entropy_C,
+            part,
+            cfg.loss,
+            erc=cfg.erc,
+            max_log_ratio=cfg.max_log_ratio,
+            max_negative_kl=cfg.max_negative_kl,
+        )
         stats.add(token, part, entropy_C.detach(), cfg.loss, truncate_at=cfg.truncate_at)
         if cfg.kl_coef > 0:
             loss_C = loss_C + cfg.kl_coef * _kl(part.ref_logp_N, logp_C, cfg.max_log_ratio)
@@ -144,9 +152,9 @@ def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
     def head(hidden_NH: Tensor, weight_VH: Tensor) -> HeadOutput:
         target_N, temperature = batch.target_N, cfg.rollout.sampling.temperature
         # Token-wise losses form their gradient chunk by chunk in the forward pass, so logits are computed only once.
-        if not joins_tokens(cfg.loss):
+        if not joins_tokens(cfg.loss) and cfg.max_negative_kl is None:
             return fused_loss(hidden_NH, weight_VH, target_N, loss_fn, temperature=temperature, need_entropy=True)
-        # A sequence ratio needs all tokens of a row first; the backward pass computes the logits once more.
+        # A mean over a row needs all tokens of a row first; the backward pass computes the logits once more.
         logp_N, entropy_N = token_logps(hidden_NH, weight_VH, target_N, temperature=temperature)
         loss = loss_fn(logp_N, entropy_N, slice(None)).sum()
         return HeadOutput(loss, logp_N.detach(), entropy_N.detach())

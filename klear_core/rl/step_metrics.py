@@ -35,6 +35,7 @@ _SHARES = {
     "rl/clip/high_frac": "high",
     "rl/clip/dual_frac": "dual",
     "rl/clip/erc_frac": "erc",
+    "rl/clip/masked_frac": "loss_masked",
     "rl/clip/positive_frac": "clipped_positive",
     "rl/clip/negative_frac": "clipped_negative",
     "rl/outside/positive_below_frac": "positive_below",
@@ -97,6 +98,7 @@ class TokenStats:
             "high": token.high_N,
             "dual": token.dual_N,
             "erc": token.erc_N,
+            "loss_masked": token.masked_N,
             # Out of the range, but against the advantage's direction: PPO and GPPO clip none of these, but for the dual
             # clip of negative ones.
             "positive_below": (batch.advantage_N > 0) & (ratio_N < 1 - cfg.eps_low),

@@ -243,6 +243,20 @@ class World:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest
 
+    def concat(self, value_N: Tensor) -> Tensor:
+        """Return the elements of all ranks' tensors, one rank after the other (collective call).
+
+        The tensors have one axis, whose length may differ.
+        """
+        if self.size == 1:
+            return value_N
+        counts = torch.zeros(self.size, dtype=torch.int64, device=value_N.device)
+        counts[self.rank] = len(value_N)
+        ends = self.sum(counts).cumsum(0).tolist()
+        all_N = value_N.new_zeros(ends[-1])
+        all_N[ends[self.rank] - len(value_N) : ends[self.rank]] = value_N
+        return self.sum(all_N)  # every place is filled by one rank and 0 on the others
+
     def barrier(self) -> None:
         """Wait for all ranks (collective call)."""
         if self.size > 1:

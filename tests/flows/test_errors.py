@@ -34,7 +34,7 @@ def is_one_message(err: str) -> bool:
         ("rl.loss.eps_hihg=0.3", r"rl\.loss\.eps_hihg: unknown key; did you mean eps_high\?"),
         ("sft.num_epochs=two", r"sft\.num_epochs = 'two': .*integer"),
         ("sft.num_epochs=0", r"sft\.num_epochs = 0: .*greater than or equal to 1"),
-        ("rl.loss.kind=ppo", r"'ppo'.*'gppo', 'clip', 'cispo', 'gspo', 'dgpo', 'aspo', 'sapo', 'trm'"),
+        ("rl.loss.kind=ppo", r"'ppo'.*'gppo', 'clip', 'cispo', 'gspo', 'dgpo', 'aspo', 'sapo', 'trm', 'm2po', 'dppo'"),
         ("seed", r"--set 'seed': expected key\.path=value, for example"),
         ("seed.x=1", r"--set 'seed\.x=1': seed is 0, not a table"),
         ("model.max_position_embeddings=32", r"sft\.max_tokens = 96 is more than model\.max_position_embeddings = 32"),

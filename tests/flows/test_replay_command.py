@@ -76,7 +76,7 @@ def test_every_loss_is_compared_with_the_runs(klear, workspace: Path) -> None:
         "gppo (the run's)",
         "gppo,preset=ce_gppo",
         "gppo,preset=high_only",
-        *("clip", "cispo", "gspo", "dgpo", "aspo", "sapo", "trm"),
+        *("clip", "cispo", "gspo", "dgpo", "aspo", "sapo", "trm", "m2po", "dppo"),
     ]
     assert table["gppo (the run's)"][2] == "1.0000"
     assert float(table["clip"][2]) < 1

@@ -166,6 +166,32 @@ def test_weights_do_not_depend_on_micro_batches(base: Path, tmp_path: Path, kind
         torch.testing.assert_close(a[name], b[name], atol=2e-6, rtol=0)
 
 
+def test_m2po_masks_the_largest_log_ratios_of_the_mini_batch_in_any_micro_batches(base: Path, tmp_path: Path) -> None:
+    """The share is that of taking away the largest, one by one, until the mean of the leaving tokens is in bounds."""
+    samples, bound = random_samples(8, logp=-5.5), 0.01
+    (micro,) = pack(samples, tokens_per_microbatch=1 << 20).micro_batches
+    logp_N = load_model(model_folder(base), device="cpu")(micro, partial(token_logps, target_N=micro.target_N)).logp_N
+    gaps = [
+        (samples[row].advantage, logp + 5.5) for row, logp in zip(micro.row_N.tolist(), logp_N.tolist(), strict=True)
+    ]
+    leaving = sorted(gap**2 for advantage, gap in gaps if advantage * gap > 0)
+    kept = list(leaving)
+    while sum(kept) > bound * len(kept):
+        kept.pop()
+    found = []
+    for tokens in (16, 4096):
+        cfg = rl_config(
+            loss={"kind": "m2po", "max_second_moment": bound},
+            minibatches_per_step=1,
+            runtime=RlRuntime(device="cpu", tokens_per_microbatch=tokens),
+        )
+        it = learner(base, tmp_path / str(tokens), cfg)
+        assert it.step(samples)["rl/clip/masked_frac"] == pytest.approx((len(leaving) - len(kept)) / len(gaps))
+        found.append({name: w.clone() for name, w in it.weights().items()})
+    assert 0 < len(kept) < len(leaving)
+    torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=0)
+
+
 def test_a_bad_update_is_skipped_saved_and_fatal_when_there_are_too_many(base: Path, tmp_path: Path) -> None:
     runtime = RlRuntime(device="cpu", max_nonfinite_steps=1)
     it = learner(base, tmp_path, rl_config(minibatches_per_step=1, runtime=runtime))

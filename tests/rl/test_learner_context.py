@@ -11,7 +11,7 @@ from gloo_ranks import run_ranks
 from rl_builders import ONE, random_samples, rl_config, tiny_base
 from torch import Tensor
 
-from klear_core.config.losses import ErcConfig, GppoConfig, GspoConfig, TrmConfig
+from klear_core.config.losses import DppoConfig, ErcConfig, GppoConfig, GspoConfig, M2poConfig, TrmConfig
 from klear_core.config.rl import MismatchConfig, RlConfig, RlRuntime
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError
@@ -31,6 +31,8 @@ CASES = {
     "gppo": config(loss=GppoConfig(), lm_coef=0.1, kl_coef=0.01, entropy_coef=0.01, erc=ErcConfig()),
     "gspo": config(loss=GspoConfig(eps_low=0.01, eps_high=0.01), normalise="sample"),
     "trm": config(loss=TrmConfig(max_divergence=0.6)),
+    "m2po": config(loss=M2poConfig(max_second_moment=0.1)),
+    "negative rows": config(loss=DppoConfig(max_divergence=1e-3), max_negative_kl=0.5),
     "sequence masking": config(old_logps="learner", mismatch=MismatchConfig(truncate_at=2.0, max_sequence_ratio=1.05)),
 }
 
@@ -59,6 +61,8 @@ def test_two_ranks_of_a_context_learn_as_one_process(tmp_path: Path) -> None:
     )
     assert 0 < one["gspo"][0][1]["rl/clip/low_frac"] + one["gspo"][0][1]["rl/clip/high_frac"] < 1
     assert 0 < one["trm"][0][1]["rl/clip/positive_frac"] + one["trm"][0][1]["rl/clip/negative_frac"] < 1
+    for name in ("m2po", "negative rows"):
+        assert 0 < one[name][0][1]["rl/clip/masked_frac"] < 1
     assert 0 < one["sequence masking"][0][0]["rl/mismatch/masked_frac"] <= 1
     for name, (metrics, weights) in one.items():
         for a, b in zip(metrics, two[name][0], strict=True):

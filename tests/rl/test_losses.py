@@ -19,14 +19,27 @@ from klear_core.config.losses import (
     CispoConfig,
     ClipConfig,
     DgpoConfig,
+    DppoConfig,
     ErcConfig,
     GppoConfig,
     GspoConfig,
     LossConfig,
+    M2poConfig,
     SapoConfig,
     TrmConfig,
 )
-from klear_core.rl.losses import TokenLoss, TrainBatch, at_step, joins_tokens, k3, row_max, row_mean, token_loss
+from klear_core.rl.losses import (
+    TokenLoss,
+    TrainBatch,
+    at_step,
+    joins_tokens,
+    k3,
+    leaving_squares,
+    m2_cutoff,
+    row_max,
+    row_mean,
+    token_loss,
+)
 
 RATIOS = (0.25, 0.5, 0.9, 1.0, 1.2, 1.29, 1.5, 3.0, 12.0)
 ALL_LOSSES: tuple[LossConfig, ...] = (
@@ -40,6 +53,7 @@ ALL_LOSSES: tuple[LossConfig, ...] = (
     AspoConfig(max_weight=1.5),
     SapoConfig(tau_positive=100, tau_negative=0.01),
     TrmConfig(max_divergence=0.01),
+    DppoConfig(divergence="kl"),
 )
 
 
@@ -208,6 +222,69 @@ def test_the_range_of_trm_is_that_of_its_divergence() -> None:
 def test_the_largest_token_of_a_row_does_not_depend_on_other_rows() -> None:
     batch = batch_of([0.0] * 5, [1.0] * 5, rows=[3, 1, 3, 1, 1])
     assert row_max(torch.tensor([1.0, -5.0, 4.0, -2.0, -3.0]), batch).tolist() == [4, -2, 4, -2, -2]
+
+
+@pytest.mark.parametrize(
+    ("squares", "cutoff"),
+    [
+        ([0.16, 0.01, 0.09, 0.04], 0.065),  # means from the smallest on: 0.01, 0.025, 0.0467
+        ([0.03, 0.05], math.inf),  # a mean at the bound is within it
+        ([0.05], 0.025),
+        ([0.01, 0.07, 0.07], 0.04),  # 0.01 and one 0.07 would be within the bound; equal ones go together
+        ([], math.inf),
+    ],
+)
+def test_m2po_cuts_between_the_last_token_that_fits_the_mean_and_the_next(squares: list[float], cutoff: float) -> None:
+    assert m2_cutoff(torch.tensor(squares, dtype=torch.float64), 0.04) == pytest.approx(cutoff)
+
+
+def test_m2po_masks_only_tokens_that_leave_and_the_rest_weigh_their_ratio() -> None:
+    """Log-ratios 0.5 and 0.3 leave upwards, -0.4 downwards; -0.6 of a positive and 0.7 of a negative token return."""
+    gaps, advantages = [0.5, 0.3, -0.6, -0.4, 0.7], [1.0, 1.0, 1.0, -1.0, -1.0]
+    batch, logps = batch_of([-3.0] * 5, advantages), [-3 + gap for gap in gaps]
+    squares_M = leaving_squares(torch.tensor(logps).double(), batch, 20.0)
+    assert squares_M.tolist() == pytest.approx([0.25, 0.09, 0.16])
+    batch = replace(batch, m2_cutoff=m2_cutoff(squares_M, 0.13))  # 0.09 and 0.16 have the mean 0.125
+    token, loss, grad = loss_and_grad(logps, batch, M2poConfig(max_second_moment=0.13))
+    assert token.masked_N.tolist() == [True, False, False, False, False]
+    assert grad == pytest.approx([0, -math.exp(0.3), -math.exp(-0.6), math.exp(-0.4), math.exp(0.7)])
+    assert loss == pytest.approx(grad)
+
+
+def dppo_token(old: float, new: float, advantage: float, cfg: DppoConfig) -> tuple[bool, float]:
+    token, _, grad = loss_and_grad([math.log(new)], batch_of([math.log(old)], [advantage]), cfg)
+    return token.masked_N.item(), grad[0]
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_masks_by_the_mass_that_moved_not_by_the_ratio(divergence: str) -> None:
+    """The paper's section 4.2: 0.0001 to 0.01 moves little, 0.99 to 0.8 has a TV of 0.19 and a KL of 0.181."""
+    cfg = DppoConfig(divergence=divergence)
+    assert dppo_token(1e-4, 1e-2, 1.0, cfg) == (False, pytest.approx(-100))
+    assert dppo_token(0.99, 0.8, -1.0, cfg) == (True, 0)
+    assert dppo_token(0.99, 0.8, 1.0, cfg) == (False, pytest.approx(-0.8 / 0.99))  # the update leads back
+
+
+def test_the_bound_of_dppo_is_on_the_divergence() -> None:
+    """From 0.5 to 0.75: TV 0.25, KL log(2 / sqrt 3) = 0.1438."""
+    for divergence, value in (("tv", 0.25), ("kl", math.log(2 / math.sqrt(3)))):
+        bounds = (value + 1e-6, value - 1e-6)
+        masked = [dppo_token(0.5, 0.75, 1.0, DppoConfig(divergence=divergence, max_divergence=b))[0] for b in bounds]
+        assert masked == [False, True]
+
+
+def test_rows_that_the_policy_left_keep_only_their_positive_tokens() -> None:
+    """Mean log(sampler / policy) is 0.6, 0.6 and -0.9: the third row became likelier. The old policy is another."""
+    gaps = [-1.0, -0.2, -1.0, -0.2, 0.9, 0.9]
+    batch = replace(
+        batch_of([-3.0] * 6, [-1.0, -1.0, 1.0, 1.0, -1.0, -1.0], rows=[0, 0, 1, 1, 2, 2]),
+        sampler_logp_N=torch.full((6,), -4.0, dtype=torch.float64),
+    )
+    token, loss, grad = loss_and_grad([-4 + gap for gap in gaps], batch, ClipConfig(), max_negative_kl=0.5)
+    assert token.masked_N.tolist() == [True, True, False, False, False, False]
+    assert loss[:2] == grad[:2] == [0, 0]
+    assert grad[2:] == pytest.approx([-math.exp(-2.0), -math.exp(-1.2), math.exp(-0.1), math.exp(-0.1)])
+    assert not loss_and_grad([-4 + gap for gap in gaps], batch, ClipConfig(), max_negative_kl=0.61)[0].masked_N.any()
 
 
 def test_gppo_keeps_gradient_where_clip_drops_it() -> None:

@@ -67,6 +67,7 @@ def test_every_share_is_of_all_tokens() -> None:
             "rl/clip/high_frac": 2 / 6,
             "rl/clip/dual_frac": 1 / 6,
             "rl/clip/erc_frac": 1 / 6,
+            "rl/clip/masked_frac": 0,
             "rl/clip/positive_frac": 2 / 6,
             "rl/clip/negative_frac": 2 / 6,
             "rl/weight/positive": (0.5 + 1.28 * 1.1 + 1.28) / 3,

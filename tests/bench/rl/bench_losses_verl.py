@@ -16,8 +16,8 @@ Where verl means something else on purpose, and what is compared instead:
 - its groups of one keep their reward (ours: RLOO, Dr.GRPO and the population form give 0). There are none here;
 - its `reinforce_plus_plus_baseline` takes the variance over tokens, with Bessel's correction, so long answers count more. Ours
   is over answers: the two are the same for answers of one length, but for sqrt((n-1)/n) with n tokens. So compared;
-- ERC, sequence-level dual clip, the betas of GPPO, `dgpo`, `aspo` and `trm` have no counterpart there. Nor have its `clip_cov`,
-  `kl_cov`, `geo_mean`, `dro` and `dppo_*` one here.
+- ERC, sequence-level dual clip, the betas of GPPO, `dgpo`, `aspo`, `trm`, `m2po` and `max_negative_kl` have no counterpart
+  there. Nor have its `clip_cov`, `kl_cov`, `geo_mean` and `dro` one here. Its `dppo_*` have REINFORCE's value; not compared.
 """
 
 from __future__ import annotations
