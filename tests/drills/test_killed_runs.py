@@ -13,7 +13,18 @@ import psutil
 import pytest
 from klear_command import Command
 from processes import title
-from small_runs import BEFORE_SFT, GONE_IN_S, Run, assert_same, begin_with, made, stages, steps_in, until_it_trains, work
+from small_runs import (
+    BEFORE_SFT,
+    GONE_IN_S,
+    Run,
+    assert_same,
+    begin_with,
+    made,
+    stages,
+    steps_in,
+    until_it_trains,
+    work,
+)
 
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.store import LocalStore
