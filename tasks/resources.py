@@ -264,7 +264,12 @@ def open_engines_and_judges(
             return
     # `auto` is as many as the GPUs hold, which is known once Ray runs; it must have CPUs for one engine at least.
     num_engines = 1 if runtime.num_engines == "auto" else runtime.num_engines
-    with ray_session(Needs(num_cpus=max(1, num_engines * runtime.num_threads), object_store_bytes=_STORE_BYTES)):
+    needs = Needs(
+        num_cpus=max(1, num_engines * runtime.num_threads),
+        object_store_bytes=_STORE_BYTES,
+        wait_s=runtime.wait_for_nodes_s,
+    )
+    with ray_session(needs):
         from klear_core.cluster.pools import build_cluster_judges, start_pool
 
         share_model(model)
