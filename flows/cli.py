@@ -19,7 +19,8 @@ from rich.table import Table
 from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, show, sweep, ui
 from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
 from flows.run_commands import disk, gc, runs
-from klear_core.errors import ConfigError, KlearError
+from klear_core.errors import ConfigError, KlearError, chain_of
+from klear_core.stopping import REQUEUE_STATUS, Requeued
 
 if TYPE_CHECKING:
     from klear_core.artifacts.store import CheckedBy
@@ -287,7 +288,10 @@ def bench(
 
 
 def main() -> None:
-    """Run the command line; a KlearError ends in one message and exit status 2 if it is permanent, else 1."""
+    """Run the command line; a KlearError ends in one message and exit status 2 if it is permanent, else 1.
+
+    An interrupt ends with status 130, SIGUSR1 with REQUEUE_STATUS.
+    """
     bypass_proxies_for_loopback()
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
@@ -296,6 +300,10 @@ def main() -> None:
     except KlearError as e:
         errors.print(f"[bold red]error:[/] {escape(str(e))}")
         sys.exit(2 if e.is_permanent else 1)
+    except SystemExit as e:
+        if any(isinstance(cause, Requeued) for cause in chain_of(e)):
+            sys.exit(REQUEUE_STATUS)
+        raise
     finally:
         exit_at_once_when_interrupted()
 

@@ -132,6 +132,10 @@ class Learner:
             self.version, self._policy, self._updater.optimizer, {**counters, "learner/skipped": self._num_skipped}
         )
 
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is complete (collective call)."""
+        self._checkpoints.wait()
+
     @torch.no_grad()
     def logps(self, samples: Sequence[TrainRow]) -> list[TokenLogps]:
         """Return log-probs and entropies of this rank's share of the tokens, one micro-batch each (collective call)."""

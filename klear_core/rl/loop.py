@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from klear_core import stopping
 from klear_core.artifacts.manifest import DropCounts, StageSummary, check_yield
 from klear_core.artifacts.shared import send_work
 from klear_core.config.rl import RlConfig, RolloutConfig
@@ -37,6 +38,7 @@ from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards, now
 from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
 from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
+from klear_core.stopping import StoppedEarly, checkpoint_first
 from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, Problem, RewardValues
 from klear_core.waits import TRACE_FILE, loop_watched, span, traced, waiting
@@ -73,7 +75,7 @@ def train_rl(
     with workers.judges(verify) as judges, open_inline_eval(model_folder(setup.model)) as inline_eval:
         notes = judges.prepare(chosen)
         rewards = UserRewards(cfg.reward.custom, judges)
-        with traced(workdir / TRACE_FILE):
+        with traced(workdir / TRACE_FILE), checkpoint_first():
             progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, inline_eval))
     shown = _shown(setup)
     # Again at the end: a short run ends before the first check in the loop.
@@ -170,9 +172,13 @@ async def run_steps(
             rollouts.allow_another()
             step_log.log(collected, samples.drops, update, phase.seconds)
             # After `log`, so that the checkpoint includes this step's counts.
-            if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
+            is_last = progress.step == cfg.num_steps or stopping.is_asked()
+            if progress.step % cfg.runtime.checkpoint.every_steps == 0 or is_last:
                 await asyncio.to_thread(step_log.keep)
                 await learner.save(progress.counters())
+            if is_last and progress.step < cfg.num_steps:
+                await learner.finish_save()
+                raise StoppedEarly(f"RL was asked to stop after step {progress.step}")
             step_log.check()
         await curve.finish()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from klear_core.rl.loop import check_trained_share, run_rl, train_rl
 from klear_core.rl.rollout import Lookahead, StepRollouts
 from klear_core.rl.state import RlState
 from klear_core.rl.step_metrics import ShownRollout
+from klear_core.stopping import Requeued, checkpoint_first, requeued_by_signal
 from klear_core.train.base_model import model_folder
 from klear_core.train.checkpoint import Counters
 from klear_core.types import Completion, Domain, Judge, Outcome, Problem, TrainSample, Verdict
@@ -420,6 +422,32 @@ def train(cfg: RlConfig, base: Path, problems: Path, workdir: Path) -> StageSumm
     """The whole stage with the real judge, to whom an untrained model says nothing right."""
     setup, seen = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir), NullTelemetry()
     return train_rl(setup, VerifyConfig(), problems=problems, telemetry=seen, workers=LocalWorkers())
+
+
+class Signalled(Recorder):
+    """Sends SIGUSR1 to this process when a step is logged."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        super().log(metrics, step=step)
+        if step == 2:
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def test_a_run_that_is_to_move_saves_its_step_and_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -> None:
+    runtime = RlRuntime(
+        device="cpu",
+        checkpoint=RlCheckpointConfig(every_steps=100, asynchronous=True),
+        informative=RareYieldLimits(stop_below=0),
+    )
+    cfg = rl_config(num_steps=4, runtime=runtime)
+    whole, _ = run(cfg, base, tmp_path / "whole")
+    with requeued_by_signal(), pytest.raises(Requeued), checkpoint_first():
+        run(cfg, base, tmp_path / "moved", telemetry=Signalled())
+    assert [folder.name for folder in (tmp_path / "moved" / "scratch" / "checkpoints").iterdir()] == ["step-00000002"]
+    resumed, telemetry = run(cfg, base, tmp_path / "moved")
+    assert telemetry.steps == [3, 4]
+    assert resumed.counters() == whole.counters()
+    assert same_weights(tmp_path / "whole", tmp_path / "moved")
 
 
 def test_a_stage_in_which_no_group_taught_anything_is_an_error_whatever_the_floor(base: Path, tmp_path: Path) -> None:
