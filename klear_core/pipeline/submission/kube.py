@@ -25,13 +25,24 @@ def kube(submission: Submission, *, ray_version: str) -> Prepared:
     kind = "raycronjob" if is_cron else "rayjob"
     job = _cron_job(submission, ray_version) if is_cron else _ray_job(submission, ray_version)
     manifests = [_profile(submission), _network_policy(submission), job]
-    text = yaml.safe_dump_all(manifests, sort_keys=False, width=120)
+    text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120)
     at = f"--namespace {target.namespace}"
     return Prepared(
         files={"run.yaml": text},
         commands=(("kubectl", "apply", "--filename", str(submission.folder / "run.yaml")),),
         watch=(f"kubectl get {kind} {name} {at} --watch", f"kubectl delete {kind} {name} {at}"),
     )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such, so that a profile in a manifest can be read."""
+
+
+def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _as_block)
 
 
 def _metadata(submission: Submission, **labels: str) -> Manifest:

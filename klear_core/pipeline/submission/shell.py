@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from klear_core.config.submit import in_seconds
+from klear_core.config.submit import SubmitConfig, in_seconds
 from klear_core.pipeline.submission.request import PROFILE, SAVED, Prepared, Submission, profile_files
 
 _WARN_S = 300
@@ -79,7 +79,7 @@ rm -f "$folder/driver.pid" "$folder/status"
 # The time is almost over, or the job is preempted: the run saves a checkpoint and exits with {SAVED}.
 trap 'kill -USR1 "$(cat "$folder/driver.pid")"' USR1
 srun --cpu-bind=none ray symmetric-run --address "$head:6379" --min-nodes {submit.nodes} \\
-  -- bash "$folder/driver.sh" "$head:6379" &
+  {_ray_options(submit)}-- bash "$folder/driver.sh" "$head:6379" &
 step=$!
 while kill -0 $step 2>/dev/null; do wait $step; done   # the trap ends a wait
 status=$(cat "$folder/status" 2>/dev/null || echo lost)
@@ -101,6 +101,12 @@ echo "ended with $status ($reason): queued again"
 for _ in {{1..30}}; do scontrol requeue "$SLURM_JOB_ID" && exit 0; sleep 10; done
 exit 1
 """.replace('cd_or_die() { cd "$1" || exit 2; }\n', "")
+
+
+def _ray_options(submit: SubmitConfig) -> str:
+    """Return what Ray may use of a node, where the settings say it; else Ray looks."""
+    counts = {"--num-cpus": submit.cpus_per_node, "--num-gpus": submit.gpus_per_node}
+    return "".join(f"{name}={count} " for name, count in counts.items() if count)
 
 
 def _driver(submission: Submission) -> str:
