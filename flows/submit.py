@@ -111,7 +111,7 @@ def _write(submission: Submission, prepared: Prepared, *, with_token: bool) -> N
 
 
 def _handed_over(command: Sequence[str], name: str) -> str:
-    """Run a command of the cluster and return its output. A cluster that does not answer may have taken the run."""
+    """Run a command of the cluster and return its last line. A cluster that does not answer may have taken the run."""
     if shutil.which(command[0]) is None:
         raise ConfigError(f"there is no command {command[0]} on this machine")
     try:
@@ -123,4 +123,4 @@ def _handed_over(command: Sequence[str], name: str) -> str:
     if ended.returncode:
         said = (ended.stderr.strip() or ended.stdout.strip())[-2000:]
         raise ResourceError(f"{' '.join(command[:3])} failed; look for {name} before you repeat it: {said}")
-    return ended.stdout.strip()
+    return (ended.stdout.strip().splitlines() or [""])[-1]

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from klear_core.config.submit import SubmitConfig
-from klear_core.pipeline.submission.request import Prepared, Submission
+from klear_core.pipeline.submission.request import PROFILE, Prepared, Submission, profile_files
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -23,19 +23,23 @@ ENVIRONMENT = {
 def prefect(submission: Submission, *, workdir: str, selection: Mapping[str, str]) -> Prepared:
     """Return the deployment and the commands that register it and start a run of it.
 
-    Processes start in `workdir`; containers have Klear in their image. The settings are parameters of the run.
+    Processes start in `workdir` and read the profile in the submission's folder. Containers have Klear in their image
+    and all settings as parameters.
     """
     submit = submission.submit
     pool: dict[str, Any] = {"name": submit.queue, "job_variables": job_variables(submit)}
     if submit.priority:
         pool["work_queue_name"] = submit.priority
-    # A process starts where the command was given; a container where its image says.
     folder = {"prefect.deployments.steps.set_working_directory": {"directory": workdir}}
     is_process = submit.prefect.pool == "process"
+    if is_process:
+        settings: dict[str, Any] = {"profile": str((submission.folder / PROFILE).parent)}
+    else:
+        settings = {"profile": None, "settings": submission.config.model_dump(mode="json")}
     deployment = {
         "name": submission.name,
         "entrypoint": "flows.pipeline.pipeline",
-        "parameters": {"profile": None, "settings": submission.config.model_dump(mode="json"), **selection},
+        "parameters": settings | dict(selection),
         "work_pool": pool,
         "pull": [folder] if is_process else [],
     }
@@ -44,7 +48,7 @@ def prefect(submission: Submission, *, workdir: str, selection: Mapping[str, str
     deploy = ("prefect", "--no-prompt", "deploy", "--prefect-file", str(file), "--name", submission.name)
     run = ("prefect", "--no-prompt", "deployment", "run", f"klear/{submission.name}")
     return Prepared(
-        files={"prefect.yaml": text},
+        files={"prefect.yaml": text, **(profile_files(submission) if is_process else {})},
         commands=(deploy, run),
         watch=("prefect flow-run ls --flow-name klear", f"prefect deployment delete klear/{submission.name}"),
     )

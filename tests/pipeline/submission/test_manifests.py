@@ -171,9 +171,18 @@ def test_the_environment_of_a_run_is_that_of_the_deployments_in_the_repository()
 
 
 def test_a_deployment_has_all_settings_of_the_run_and_the_stages_that_were_asked_for():
-    given = submission(queue="gpus", priority="high")
+    given = submission(queue="gpus", priority="high", prefect={"pool": "kubernetes"})
     prepared = prefect(given, workdir="/klear", selection={"until": "rl"})
     [deployment] = yaml.safe_load(prepared.files["prefect.yaml"])["deployments"]
     assert PipelineConfig.model_validate(deployment["parameters"]["settings"]) == given.config
     assert deployment["parameters"]["until"] == "rl"
     assert (deployment["work_pool"]["name"], deployment["work_pool"]["work_queue_name"]) == ("gpus", "high")
+
+
+def test_a_process_reads_the_profile_of_the_submission_in_the_folder_where_it_was_submitted():
+    files = prefect(submission(queue="gpus"), workdir="/klear", selection={}).files
+    [deployment] = yaml.safe_load(files["prefect.yaml"])["deployments"]
+    assert deployment["parameters"] == {"profile": "/runs/submissions/profile"}
+    assert "profile/run.toml" in files
+    [step] = deployment["pull"]
+    assert step["prefect.deployments.steps.set_working_directory"] == {"directory": "/klear"}
