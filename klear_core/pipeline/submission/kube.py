@@ -34,7 +34,7 @@ def kube(submission: Submission, *, ray_version: str) -> Prepared:
     )
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
     """Writes texts of several lines as such, so that a profile in a manifest can be read."""
 
 
