@@ -78,10 +78,10 @@ class Slurm:
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
     folder = tmp_path / "slurm"
     script = Path(__file__).parent / "slurm_here.sh"
-    started = psutil.Popen(["bash", str(script), str(folder), "sleep", "infinity"])
+    started = psutil.Popen(["bash", str(script), str(folder), "bash", "-c", "while sleep 1; do :; done"])
     try:
-        deadline = time.monotonic() + 60
-        while not (inside := [p for p in started.children(recursive=True) if p.name() == "sleep"]):
+        deadline = time.monotonic() + 180
+        while not (inside := started.children()):  # the first process of the namespaces, which collects zombies
             assert started.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -78,6 +78,8 @@ rm -f "$folder/driver.pid" "$folder/status"
 
 # The time is almost over, or the job is preempted: the run saves a checkpoint and exits with {SAVED}.
 trap 'kill -USR1 "$(cat "$folder/driver.pid")"' USR1
+# The nodes are this job's alone: a Ray that runs here is left over from a job that Slurm has ended.
+srun --cpu-bind=none ray stop --force >/dev/null 2>&1
 srun --cpu-bind=none ray symmetric-run --address "$head:6379" --min-nodes {submit.nodes} \\
   {_ray_options(submit)}-- bash "$folder/driver.sh" "$head:6379" &
 step=$!

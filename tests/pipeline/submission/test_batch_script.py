@@ -16,7 +16,8 @@ from klear_core.pipeline.submission.shell import ray, slurm
 
 NAME = "klear-1128-053012"
 STAND_INS = {
-    "srun": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',  # Ray's launcher runs what follows --
+    # Ray's launcher runs what follows --
+    "srun": '[[ "$*" = *" ray stop "* ]] && exit; while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
     "klear": 'echo "klear $*" >>"$CALLS"; trap "exit 75" USR1; eval "$KLEAR"',
     "scontrol": 'echo "scontrol $*" >>"$CALLS"; eval "${SCONTROL:-true}"',
     "sleep": ":",  # between two questions to the controller
