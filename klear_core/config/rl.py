@@ -231,8 +231,9 @@ class RlConfig(Settings):
     max_log_ratio: float = Field(default=20.0, gt=0, le=30)
     """Bound on |log ratio|, so that no weight overflows (ERC's code: 20); tokens beyond it are counted."""
     max_negative_kl: float | None = Field(default=None, gt=0)
-    """Mask tokens with a negative advantage in rows whose mean of log(sampler / policy), in nats, is above this (off-policy
-    sequence masking, DeepSeek-V3.2 section 3.1, which states no value; TRL's documentation suggests 0.5)."""
+    """Mask tokens with a negative advantage in rows whose mean of log(sampler / policy), in nats, is above this
+    (off-policy sequence masking, DeepSeek-V3.2 section 3.1, which states no value; TRL's documentation suggests
+    0.5)."""
     lm_coef: float = Field(default=0.1, ge=0)
     """Alpha, the weight of the language-model loss on positive samples: correct ones with the tags that `reward`
     requires. Equation 13 prints a mean probability; the scripts and we use the log-probability."""

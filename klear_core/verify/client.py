@@ -89,9 +89,9 @@ class Fault:
     """The reason why a judging process gave no verdict.
 
     `broke_off`, `out_of_cpu` and `out_of_memory` are the doing of what was judged: it raised or crashed, or used up
-    its CPU time or memory. All other kinds are the machine's: the wall clock ran out, the worker was killed, the judging
-    process died, a worker raised outside of a judgement, was closed, was lost with its node, or has no sandbox that
-    isolates.
+    its CPU time or memory. All other kinds are the machine's: the wall clock ran out, the worker was killed, the
+    judging process died, a worker raised outside of a judgement, was closed, was lost with its node, or has no sandbox
+    that isolates.
     """
 
     kind: Literal[

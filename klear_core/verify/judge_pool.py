@@ -56,8 +56,8 @@ _OF_THE_ANSWER = ("broke_off", "out_of_cpu", "out_of_memory")
 _TRIED_AGAIN = ("died", "killed")
 """Kinds of faults that a second try may not have."""
 _TRIED_AGAIN_OF_USERS = ("killed", "timed_out")
-"""Such kinds in a worker of a user's function, which may also be over the answer. A judging process that died is not: it
-judges many answers at a time."""
+"""Such kinds in a worker of a user's function, which may also be over the answer. A judging process that died is not:
+it judges many answers at a time."""
 
 
 class JudgeBackend(Protocol):

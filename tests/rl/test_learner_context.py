@@ -66,9 +66,9 @@ def test_two_ranks_of_a_context_learn_as_one_process(tmp_path: Path) -> None:
     assert 0 < one["sequence masking"][0][0]["rl/mismatch/masked_frac"] <= 1
     for name, (metrics, weights) in one.items():
         for a, b in zip(metrics, two[name][0], strict=True):
-            assert b == pytest.approx(
-                a | {"rl/batch/fill": b["rl/batch/fill"]}, abs=1e-5
-            )  # lines of an even number of tokens
+            # lines of an even number of tokens; what several ranks say of their times
+            of_two = {name: b[name] for name in b if name == "rl/batch/fill" or name.startswith("rl/speed/")}
+            assert b == pytest.approx(a | of_two, abs=1e-5)
         torch.testing.assert_close(two[name][1], weights, atol=1e-5, rtol=0)
 
 

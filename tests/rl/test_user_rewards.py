@@ -45,7 +45,7 @@ def long(answer):
     return 1.0 / max(0, len(answer.text) - 3)
 """
 LETTERS = CustomReward(function="mine:letters", weight=0.5)
-PICKY = CustomReward(function="mine:picky", weight=-2, name="fussy", timeout_s=0.3)
+PICKY = CustomReward(function="mine:picky", weight=-2, name="fussy", timeout_s=1)
 
 
 def test_the_sum_is_weighted_by_name_and_a_weight_of_zero_only_logs() -> None:
@@ -156,11 +156,11 @@ def collect(folder: Path, cfg: RlConfig, texts: tuple[str, ...], **judging: floa
 
 
 @pytest.mark.usefixtures("source")
-def test_a_users_reward_decides_what_is_learnt_and_a_machines_failure_is_left_out(
+def test_a_users_reward_decides_what_is_learnt_and_an_answer_that_it_fails_on_has_that_of_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Four wrong answers have no gradient. With two rewards the long one is above the short one by 3 x 0.5. That on which
-    `fussy` raises has its value of the others, that on which its worker was killed by the wall clock is left out."""
+    """Four wrong answers have no gradient. With two rewards the long ones are above the short one by 3 x 0.5. That on which
+    `fussy` raises, and that on which it waits twice until the wall clock ends its worker, have its value of the others."""
     texts = ("a", "bad", "slow", "aaaa")
     with caplog.at_level(logging.WARNING):
         collected = collect(tmp_path, cfg_with(LETTERS, PICKY), texts)
@@ -168,13 +168,15 @@ def test_a_users_reward_decides_what_is_learnt_and_a_machines_failure_is_left_ou
     assert {r.completion.text: r.reward for r in group.rollouts} == {
         "a": -1 + 0.5 - 2,
         "bad": -1 + 1.5 - 2,
+        "slow": -1 + 2 - 2,
         "aaaa": -1 + 2 - 2,
     }
-    assert {r.completion.text: r.failed_rewards for r in group.rollouts} == {"a": (), "bad": ("fussy",), "aaaa": ()}
-    assert collected.drops.of("rollout") == {"reward_fussy_failed": 1}
+    failed = {r.completion.text: r.failed_rewards for r in group.rollouts}
+    assert failed == {"a": (), "bad": ("fussy",), "slow": ("fussy",), "aaaa": ()}
+    assert collected.drops.of("rollout") == {}
     rows = to_samples([group], cfg_with(), oldest_allowed=0).rows
-    mean, std = 0.5 * 8 / 3, 0.5 * (14 / 9) ** 0.5  # of 0.5, 1.5 and 2, which are 0.5 times 1, 3 and 4
-    assert [row.advantage for row in rows] == pytest.approx([(x - mean) / std for x in (0.5, 1.5, 2)], abs=1e-4)
+    mean, std = 0.5 * 12 / 4, 0.375**0.5  # of 0.5, 1.5, 2 and 2: squares of 1, 0, 0.5 and 0.5 make 1.5 in all
+    assert [row.advantage for row in rows] == pytest.approx([(x - mean) / std for x in (0.5, 1.5, 2, 2)], abs=1e-4)
     assert caplog.text.count("the reward 'fussy' failed on an answer") == 1
     assert "the reward 'letters'" not in caplog.text
 
