@@ -126,3 +126,14 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_is_queued_again_to_t
     slurm.until(lambda: "ended with 75 (interruption): queued again" in slurm.log)
     slurm.until(lambda: "✓ rl" in slurm.log)
     assert_same(slurm.workspace, straight, "rl", attempts=2)
+
+
+def test_curation_waits_while_the_controller_is_away(slurm: Slurm):
+    def answer(job: str) -> str:
+        code = "import sys; from klear_core.data.curation.executors import ask_queue; print(ask_queue(sys.argv[1]))"
+        return slurm(sys.executable, "-c", code, job).split("\n")[-2]
+
+    job = slurm("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 600").strip()
+    assert (answer(job), answer("99")) == ("queued", "ended")
+    slurm("scontrol", "shutdown", "slurmctld")
+    assert answer(job) == "no answer"
