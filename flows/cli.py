@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -107,6 +107,46 @@ def run(
         show_plan(config, chosen, again=again)
     else:
         carry_out(config, selection)
+
+
+@app.command(rich_help_panel=RUN)
+def submit(  # noqa: PLR0913, PLR0917  options of a command
+    profile: Profile,
+    to: Annotated[Literal["slurm", "ray", "kube", "prefect"], typer.Option("--to", help="Where the run starts.")],
+    overrides: Overrides = None,
+    only: Only = None,
+    from_: From = None,
+    until: Until = None,
+    queue: Annotated[str | None, typer.Option(help="Slurm's partition, Kueue's queue, Prefect's work pool.")] = None,
+    priority: Annotated[str | None, typer.Option(help="Slurm's QOS, Kueue's priority, Prefect's work queue.")] = None,
+    deadline: Annotated[str | None, typer.Option(help="End the run this long after submission: 24h.")] = None,
+    retry: Annotated[
+        str | None, typer.Option(help="Start it again after these events: no-capacity,error,interruption.")
+    ] = None,
+    retry_for: Annotated[str | None, typer.Option("--for", help="Start it again for this long: 6h.")] = None,
+    idle_kill: Annotated[str | None, typer.Option(help="End the run if its GPUs compute less: 10%/1h.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan, files and commands, and stop.")] = False,
+) -> None:
+    """Start a run on a cluster: plan it for the nodes of workspace.submit, write its files, and submit them.
+
+    klear submit klear_8b --to slurm --queue gpu --set workspace.submit.gpus_per_node=8 --dry-run
+
+    klear submit klear_8b --to kube --retry error,interruption --for 2d --deadline 5d
+    """
+    from flows.environment import StageSelection
+    from flows.submit import submit as submit_run
+
+    given = {
+        "queue": queue,
+        "priority": priority,
+        "deadline": deadline,
+        "retry": retry and json.dumps(retry.split(",")),
+        "retry_for": retry_for,
+        "idle_kill": idle_kill,
+    }
+    asked = [f"workspace.submit.{name}={value}" for name, value in given.items() if value]
+    config = _config(profile, [*(overrides or []), *asked])
+    submit_run(config, to, StageSelection(only=only, from_=from_, until=until), is_dry_run=dry_run)
 
 
 @app.command(rich_help_panel=RUN)

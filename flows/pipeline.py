@@ -218,7 +218,8 @@ def recorded(run: PipelineRun, selection: StageSelection, notifier: Notifier) ->
     record = new_record(run.info, run.config, stages, ids, selection=asked, has_worker=this.deployment_id is not None)
     history = RunHistory.of(workspace_root(run.config.workspace), store=run.config.workspace.store)
     watch = RunWatch(notifier, run.config.workspace.notify, workspace_root(run.config.workspace))
-    recorder = RunRecorder(record, history, run.stages, watch=watch.look)
+    idle = run.config.workspace.submit.idle_kill
+    recorder = RunRecorder(record, history, run.stages, watch=watch.look, idle=idle)
     with recorder.recording(run.config):
         try:
             yield
