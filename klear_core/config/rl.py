@@ -58,6 +58,18 @@ class PromptFilterConfig(Settings):
         return self
 
 
+class CurriculumConfig(Settings):
+    """Drawing of prompts by the probability that the answers of their group will be right and wrong. The values are
+    ours; no grid has compared them yet."""
+
+    half_life_steps: float = Field(default=20.0, gt=0)
+    """RL steps after which a remembered answer counts half, because the policy has changed since."""
+    admit: float = Field(default=0.1, ge=0, lt=1)
+    """Problems with a smaller probability are drawn as revisits only, until memory of them has faded."""
+    revisit_frac: float = Field(default=0.1, ge=0, le=1)
+    """Share of the prompts drawn from the problems below `admit`, longest unasked first."""
+
+
 class RolloutConfig(Settings):
     """Sampling of prompts into judged groups of answers."""
 
@@ -208,6 +220,8 @@ class RlConfig(Settings):
     domain: Literal["math", "code"] = "math"
     """Domain of the problems to train on; others are left out and counted. Paper: math first, then code."""
     prompts: PromptFilterConfig = PromptFilterConfig()
+    curriculum: CurriculumConfig | None = None
+    """Draw prompts by what their pass rates say; None takes each problem once an epoch, as the scripts."""
     num_steps: int = Field(default=500, ge=1)
     """RL steps. Undisclosed in the paper, whose plots end at 240; the scripts have 5 epochs, up to 585 steps."""
     minibatches_per_step: int = Field(default=8, ge=1)
@@ -255,7 +269,7 @@ class RlConfig(Settings):
     float32. Scripts: bfloat16."""
     runtime: RlRuntime = RlRuntime()
 
-    as_before = {"max_negative_kl": None}
+    as_before = {"max_negative_kl": None, "curriculum": None}
 
     @property
     def truncate_at(self) -> float | None:

@@ -85,14 +85,18 @@ def test_every_step_logs_the_same_well_formed_names(base: Path, tmp_path: Path) 
     } <= names
 
 
-def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(base: Path, tmp_path: Path) -> None:
-    cfg = rl_config(num_steps=4)
+@pytest.mark.parametrize("curriculum", [None, {}], ids=["uniform", "curriculum"])
+def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(
+    base: Path, tmp_path: Path, curriculum: dict[str, float] | None
+) -> None:
+    cfg = rl_config(num_steps=4, curriculum=curriculum)
     whole, _ = run(cfg, base, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         run(cfg, base, tmp_path / "killed", telemetry=Recorder(fail_at=3))
     resumed, telemetry = run(cfg, base, tmp_path / "killed")
     assert telemetry.steps == [3, 4]
     assert resumed.counters() == whole.counters()
+    assert bool(resumed.memory.seen) == (curriculum is not None)
     assert same_weights(tmp_path / "whole", tmp_path / "killed")
 
 
