@@ -203,6 +203,17 @@ class RlRuntime(TrainRuntime):
     """Limits on answers that cannot be right; checked from step 10 on."""
 
 
+class EntropyTargetConfig(Settings):
+    """Entropy bonus whose weight adapts (Skywork-OR1, arXiv 2505.22312, adaptive entropy control; defaults are its)."""
+
+    target: float = Field(default=0.2, ge=0)
+    """Mean entropy per token, in nats, below which the coefficient rises and at or above which it falls."""
+    delta: float = Field(default=0.005, gt=0, le=1)
+    """Change of the coefficient per RL step."""
+    max_coef: float = Field(default=0.1, gt=0, le=1)
+    """Largest coefficient; ours."""
+
+
 class RlOptimConfig(OptimConfig):
     """AdamW for RL, at a constant rate after warm-up."""
 
@@ -256,6 +267,8 @@ class RlConfig(Settings):
     with `lora` it is the policy without its adapters."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1)
     """Weight of an entropy bonus; the paper has none, and in CE-GPPO a weight of 0.003 exploded."""
+    entropy_target: EntropyTargetConfig | None = None
+    """Adapt that weight, starting from `entropy_coef`; None: it is constant."""
     advantage: AdvantageConfig = GrpoAdvantage()
     reward: RewardConfig = RewardConfig()
     overlong: OverlongConfig = OverlongConfig()
@@ -269,7 +282,7 @@ class RlConfig(Settings):
     float32. Scripts: bfloat16."""
     runtime: RlRuntime = RlRuntime()
 
-    as_before = {"max_negative_kl": None, "curriculum": None}
+    as_before = {"max_negative_kl": None, "curriculum": None, "entropy_target": None}
 
     @property
     def truncate_at(self) -> float | None:
