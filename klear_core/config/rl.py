@@ -64,7 +64,7 @@ class CurriculumConfig(Settings):
 
     half_life_steps: float = Field(default=20.0, gt=0)
     """RL steps after which a remembered answer counts half, because the policy has changed since."""
-    admit: float = Field(default=0.1, ge=0, lt=1)
+    admit: float = Field(default=0.25, ge=0, lt=1)
     """Problems with a smaller probability are drawn as revisits only, until memory of them has faded."""
     revisit_frac: float = Field(default=0.1, ge=0, le=1)
     """Share of the prompts drawn from the problems below `admit`, longest unasked first."""

@@ -5,6 +5,9 @@ of both is 1 - p^n - (1 - p)^n. p is known only from answers: those of RL's own 
 With a Beta(a, b) posterior the expectation over p has a closed form (the beta-binomial's two ends):
 
     informative = 1 - E[p^n] - E[(1 - p)^n],    E[p^n] = prod over i < n of (a + i) / (a + b + i)
+
+The prior is fitted to all problems with answers. Where most are always right or always wrong it has little weight, so
+that one group decides.
 """
 
 from __future__ import annotations
@@ -29,9 +32,8 @@ POOL_UNIT = "pool"
 
 _SEEN, _DRAWN = "seen/", "drawn/"
 """Prefixes of keys in checkpoints. A new name would make a killed run forget when it resumes."""
-_PRIOR_ANSWERS = 1.0
-"""Answers that the mean of all problems counts for. As little as one lets a single group decide: 8 of 8 right where
-nine tenths are right gives 0.06."""
+_MOST_SPREAD = 0.9
+"""Bound on the share of the variance that is within problems, at which the prior counts for 9 answers."""
 _LEAST = 1e-12
 """Smallest weight of a draw: where all answers are right, that of new problems rounds to 0."""
 
@@ -109,13 +111,13 @@ class PromptStream:
         self._seed = seed
         # The epoch whose order was computed last, with the order; -1 is none.
         self._order: tuple[int, list[int]] = (-1, [])
-        self._curriculum = curriculum
+        self.curriculum = curriculum
 
     def take(self, count: int) -> list[StreamItem]:
         """Return the next problems; positions count from 0 and never repeat."""
         start, self.position = self.position, self.position + count
-        if self._curriculum is not None:
-            return [self._curriculum.draw(i) for i in range(start, self.position)]
+        if self.curriculum is not None:
+            return [self.curriculum.draw(i) for i in range(start, self.position)]
         return [self.at(i) for i in range(start, self.position)]
 
     def at(self, position: int) -> StreamItem:
@@ -123,8 +125,8 @@ class PromptStream:
 
         With a curriculum only positions that were drawn and are in no step yet are known.
         """
-        if self._curriculum is not None:
-            return self._curriculum.drawn(position)
+        if self.curriculum is not None:
+            return self.curriculum.drawn(position)
         epoch, index = divmod(position, len(self._problems))
         # The order follows from seed and epoch alone, so a restored stream needs only its position.
         if self._order[0] != epoch:
@@ -135,15 +137,15 @@ class PromptStream:
 
     def reject(self, item: StreamItem) -> None:
         """Note that a prompt cannot be asked."""
-        if self._curriculum is not None:
-            self._curriculum.reject(item)
+        if self.curriculum is not None:
+            self.curriculum.reject(item)
 
     def end_step(self, groups: Sequence[RolloutGroup], *, unfinished: Collection[int] = ()) -> Memory:
         """Remember a step's groups, and return the memory from which the next step's prompts are drawn.
 
         `unfinished` are the positions whose groups are in no step yet.
         """
-        return Memory() if self._curriculum is None else self._curriculum.end_step(groups, unfinished=unfinished)
+        return Memory() if self.curriculum is None else self.curriculum.end_step(groups, unfinished=unfinished)
 
 
 class Curriculum:
@@ -188,10 +190,10 @@ class Curriculum:
         self._num_turns += 1
         admitted: list[tuple[float, str]] = []
         others: list[tuple[int, float, str]] = []
-        mean = self._mean()
+        prior = self.prior()
         for problem_id in self._problems:
             draw = 1 - rng.random()  # for every problem, and above 0; the order then depends on no other weight
-            pool, weight = self._judge(problem_id, mean)
+            pool, weight = self._judge(problem_id, prior)
             self._pool_of[problem_id] = pool
             if problem_id in avoid:
                 continue
@@ -252,21 +254,36 @@ class Curriculum:
         share = 0.5 ** ((self._step - seen.step) / self._cfg.half_life_steps)
         return Seen(right=share * seen.right, judged=share * seen.judged, step=self._step)
 
-    def _known(self, problem_id: str) -> Seen:
+    def known(self, problem_id: str) -> Seen:
         """Return the counts of RL's answers and the tag's, as they are remembered now."""
         own, tag = self._faded(self._seen.get(problem_id)), self._faded(self._tags.get(problem_id))
         return Seen(right=own.right + tag.right, judged=own.judged + tag.judged, step=self._step)
 
-    def _mean(self) -> float:
-        """Return the pass rate over all that is remembered; one half where nothing is."""
-        known = [self._known(problem_id) for problem_id in self._problems]
-        return (1 + math.fsum(k.right for k in known)) / (2 + math.fsum(k.judged for k in known))
+    def prior(self) -> tuple[float, float]:
+        """Return a and b of a Beta distribution of the problems' pass rates, by the method of moments.
 
-    def _judge(self, problem_id: str, mean: float) -> tuple[Pool, float]:
+        With mean m and a + b = s, E[p (1 - p)] = m (1 - m) s / (1 + s). One problem with p = 1/2 and s = 1 is added.
+        """
+        weights, rates = [1.0], [0.5]
+        within = [0.5 * 0.25]
+        for problem_id in self._problems:
+            known = self.known(problem_id)
+            if known.judged > 0:
+                rate = known.right / known.judged
+                # Fresh answers of one group weigh 1; n / (n - 1) makes the variance of n answers unbiased.
+                weights.append(min(1.0, known.judged / self._num_samples))
+                rates.append(rate)
+                within.append(rate * (1 - rate) * self._num_samples / (self._num_samples - 1))
+        total = math.fsum(weights)
+        mean = _dot(weights, rates) / total
+        share = min(_dot(weights, within) / total / (mean * (1 - mean)), _MOST_SPREAD)
+        strength = share / (1 - share)
+        return strength * mean, strength * (1 - mean)
+
+    def _judge(self, problem_id: str, prior: tuple[float, float]) -> tuple[Pool, float]:
         """Return a problem's pool and the probability that its group will be informative."""
-        known = self._known(problem_id)
-        a = _PRIOR_ANSWERS * mean + known.right
-        b = _PRIOR_ANSWERS * (1 - mean) + known.judged - known.right
+        known = self.known(problem_id)
+        a, b = prior[0] + known.right, prior[1] + known.judged - known.right
         weight = informative(a, b, self._num_samples)
         if known.judged == 0:
             return ("unusable" if problem_id in self._seen else "new"), weight
@@ -281,6 +298,10 @@ def informative(a: float, b: float, num_samples: int) -> float:
     all_right = math.exp(of_both + math.lgamma(a + num_samples) - math.lgamma(a))
     all_wrong = math.exp(of_both + math.lgamma(b + num_samples) - math.lgamma(b))
     return 1 - all_right - all_wrong
+
+
+def _dot(xs: Sequence[float], ys: Sequence[float]) -> float:
+    return math.fsum(x * y for x, y in zip(xs, ys, strict=True))
 
 
 def _as_seen(rate: PassRate, *, most: int) -> Seen:

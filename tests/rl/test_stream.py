@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 
@@ -100,6 +101,42 @@ def test_a_groups_chance_of_right_and_wrong_answers_by_hand(
     assert informative(a, b, num_samples) == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_prior_has_the_mean_and_the_spread_of_the_problems() -> None:
+    """a: 8 of 8, b: 4 of 8, and one problem with 1/2 and 1/8: mean 2/3; within 0 + 2/7 + 1/8 over 3, of 2/9."""
+    cfg = CurriculumConfig(half_life_steps=1e9)
+    memory = Memory(seen={name: Seen(right=right, judged=8, step=0) for name, right in (("a", 8), ("b", 4))})
+    share = (2 / 7 + 1 / 8) / 3 / (2 / 9)
+    strength = share / (1 - share)
+    own = curriculum(cfg, "abc", step=0, memory=memory).curriculum
+    assert own is not None
+    assert own.prior() == pytest.approx((strength * 2 / 3, strength / 3))
+    nothing_known = curriculum(cfg, "abc").curriculum
+    assert nothing_known is not None
+    assert nothing_known.prior() == (0.5, 0.5)
+
+
+def test_a_curriculum_finds_more_informative_groups_than_a_uniform_stream() -> None:
+    """A policy that stays as it is: of 300 problems it solves 60 half of the time, and the others always or never."""
+    names = [f"{i:03}" for i in range(300)]
+    problems = [problem(name) for name in names]
+    rates = {name: (0.5, 0.0, 1.0, 0.0, 1.0)[i % 5] for i, name in enumerate(names)}
+
+    def num_informative(curriculum: Curriculum | None) -> int:
+        stream, rng, found = PromptStream(problems, seed=0, curriculum=curriculum), random.Random(0), 0
+        for _ in range(30):
+            groups = []
+            for name in ids(stream, 16):
+                num_right = sum(rng.random() < rates[name] for _ in range(8))
+                groups.append(group(name, num_right, 8 - num_right))
+                found += 0 < num_right < 8
+            stream.end_step(groups)
+        return found
+
+    drawn = Curriculum(problems, CurriculumConfig(), seed=0, samples_per_group=8, pass_rates={})
+    assert num_informative(None) < 0.25 * 480
+    assert num_informative(drawn) > 0.35 * 480
+
+
 def test_a_step_draws_no_problem_twice_before_all_were_drawn() -> None:
     stream = curriculum()
     assert sorted(ids(stream, 6)) == list("abcdef")
@@ -107,7 +144,7 @@ def test_a_step_draws_no_problem_twice_before_all_were_drawn() -> None:
 
 
 def test_pools_follow_from_the_answers() -> None:
-    """15 of 32 right: the prior counts 16/34 right and 18/34 wrong. 0 of 8 right gives 0.25, and 1 of 1 right 0.91."""
+    """The chance is 0.3 for a and b, of which one group was all right or all wrong, and above 0.9 for c and d."""
     cfg = CurriculumConfig(revisit_frac=0, admit=0.4)
     stream = curriculum(cfg)
     asked = {item.problem.problem_id: item for item in stream.take(6)}
@@ -127,11 +164,14 @@ def test_pools_follow_from_the_answers() -> None:
 
 
 def test_problems_are_drawn_in_proportion_to_their_chance_of_an_informative_group() -> None:
-    """The first of two draws: c has 4 of 8 right, a 8 of 8, b none; 12 of 24 right, so the prior is one half."""
+    """The first of three draws; c has 4 of 8 right, a all, b none. Mean 1/2; within problems (1/8 + 2/7) / 4 of 1/4."""
     memory = Memory(seen={name: Seen(right=right, judged=8, step=0) for name, right in (("a", 8), ("b", 0), ("c", 4))})
     cfg = CurriculumConfig(admit=0, revisit_frac=0, half_life_steps=1e9)
     firsts = Counter(ids(curriculum(cfg, "abc", seed=s, step=1, memory=memory), 1)[0] for s in range(3000))
-    weights = {"a": informative(8.5, 0.5, 8), "b": informative(0.5, 8.5, 8), "c": informative(4.5, 4.5, 8)}
+    within = 1 / 8 + 2 / 7
+    half = 0.5 * within / (1 - within)
+    counts = {"a": (8, 0), "b": (0, 8), "c": (4, 4)}
+    weights = {name: informative(half + right, half + wrong, 8) for name, (right, wrong) in counts.items()}
     assert weights["a"] == pytest.approx(weights["b"])
     for name, weight in weights.items():
         assert firsts[name] / 3000 == pytest.approx(weight / sum(weights.values()), abs=0.03)
@@ -147,11 +187,11 @@ def test_a_remembered_answer_counts_half_after_the_half_life() -> None:
 
 def test_what_was_solved_comes_back_when_memory_of_it_has_faded() -> None:
     def pool_after(steps: int) -> str | None:
-        stream = curriculum(CurriculumConfig(half_life_steps=2, admit=0.3), "ab", rates={"b": (4, 8)})
-        stream.end_step([group("a", 8, 0)])
+        stream = curriculum(CurriculumConfig(half_life_steps=4), "abcd", rates={"b": (4, 8)})
+        stream.end_step([group(name, 8, 0) for name in "acd"])
         for _ in range(steps - 1):
             stream.end_step([])
-        return pools(stream, 2)["a"]
+        return pools(stream, 4)["a"]
 
     assert pool_after(1) == "easy"
     assert pool_after(12) == "mixed"
@@ -178,11 +218,11 @@ def test_a_tenth_of_the_draws_are_revisits() -> None:
 def test_a_tag_counts_as_the_answers_of_one_group_at_most() -> None:
     """12 of 16 count as 6 of 8; half of that after the half-life, when RL's own answers are added."""
     stream = curriculum(CurriculumConfig(half_life_steps=1), "ab", rates={"a": (12, 16)})
-    own = stream._curriculum
+    own = stream.curriculum
     assert own is not None
-    assert own._known("a") == Seen(right=6, judged=8, step=0)
+    assert own.known("a") == Seen(right=6, judged=8, step=0)
     stream.end_step([group("a", 0, 8)])
-    assert own._known("a") == Seen(right=3, judged=4 + 4, step=1)
+    assert own.known("a") == Seen(right=3, judged=4 + 4, step=1)
     assert pools(stream, 2) == {"a": "mixed", "b": "new"}
 
 
