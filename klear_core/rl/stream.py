@@ -32,7 +32,7 @@ POOL_UNIT = "pool"
 
 _SEEN, _DRAWN = "seen/", "drawn/"
 """Prefixes of keys in checkpoints. A new name would make a killed run forget when it resumes."""
-_MOST_SPREAD = 0.9
+_MOST_WITHIN = 0.9
 """Bound on the share of the variance that is within problems, at which the prior counts for 9 answers."""
 _LEAST = 1e-12
 """Smallest weight of a draw: where all answers are right, that of new problems rounds to 0."""
@@ -276,7 +276,7 @@ class Curriculum:
                 within.append(rate * (1 - rate) * self._num_samples / (self._num_samples - 1))
         total = math.fsum(weights)
         mean = _dot(weights, rates) / total
-        share = min(_dot(weights, within) / total / (mean * (1 - mean)), _MOST_SPREAD)
+        share = min(_dot(weights, within) / total / (mean * (1 - mean)), _MOST_WITHIN)
         strength = share / (1 - share)
         return strength * mean, strength * (1 - mean)
 
@@ -285,8 +285,12 @@ class Curriculum:
         known = self.known(problem_id)
         a, b = prior[0] + known.right, prior[1] + known.judged - known.right
         weight = informative(a, b, self._num_samples)
-        if known.judged == 0:
-            return ("unusable" if problem_id in self._seen else "new"), weight
+        if problem_id not in self._tags:
+            seen = self._seen.get(problem_id)
+            if seen is None:
+                return "new", weight
+            if seen.judged == 0:  # not `known`, which rounds to 0 after a thousand half-lives
+                return "unusable", weight
         if weight >= self._cfg.admit:
             return "mixed", weight
         return ("easy" if a > b else "hard"), weight

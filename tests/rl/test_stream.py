@@ -195,6 +195,7 @@ def test_what_was_solved_comes_back_when_memory_of_it_has_faded() -> None:
 
     assert pool_after(1) == "easy"
     assert pool_after(12) == "mixed"
+    assert pool_after(9000) == "mixed"  # its counts have become 0
 
 
 def test_revisits_take_the_problem_that_was_not_asked_for_the_longest_time() -> None:
