@@ -18,7 +18,7 @@ from klear_core.config.train import SftConfig
 from klear_core.generate.model_size import ModelSize
 
 _LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
-"""Logits that the head holds at a time (`train.logps.CHUNK_LOGITS_CUDA`, `CHUNK_LOGITS`; importing that loads torch)."""
+"""Logits that the head holds at a time (`train.logps.CHUNK_LOGITS_CUDA`, `CHUNK_LOGITS`, whose import loads torch)."""
 _MOMENTS_BYTES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
 """Bytes of a weight's two moments: in float32, or in 8 bits with one float32 scale per 256 values."""
 

@@ -20,8 +20,6 @@ from klear_core.pipeline.graph import stages_of
 Target = Literal["slurm", "ray", "kube", "prefect"]
 """Cluster managers that runs are submitted to."""
 
-SAVED = 75
-"""Exit status of a run that was asked by SIGUSR1 to save a checkpoint and end (EX_TEMPFAIL)."""
 PROFILE = "profile/run.toml"
 """File of a submission with all settings of the run."""
 

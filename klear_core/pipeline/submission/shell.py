@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from klear_core.config.submit import SubmitConfig, in_seconds
-from klear_core.pipeline.submission.request import PROFILE, SAVED, Prepared, Submission, profile_files
+from klear_core.pipeline.submission.request import PROFILE, Prepared, Submission, profile_files
+from klear_core.stopping import REQUEUE_STATUS
 
 _WARN_S = 300
 """Seconds before the end of an allocation at which the run is asked to save a checkpoint."""
@@ -76,7 +77,7 @@ cd_or_die() {{ cd "$1" || exit 2; }}
 [ -f "$folder/begun" ] || date +%s >"$folder/begun"
 rm -f "$folder/driver.pid" "$folder/status"
 
-# The time is almost over, or the job is preempted: the run saves a checkpoint and exits with {SAVED}.
+# The time is almost over, or the job is preempted: the run saves a checkpoint and exits with {REQUEUE_STATUS}.
 trap 'kill -USR1 "$(cat "$folder/driver.pid")"' USR1
 # The nodes are this job's alone: a Ray that runs here is left over from a job that Slurm has ended.
 srun --cpu-bind=none ray stop --force >/dev/null 2>&1
@@ -88,11 +89,11 @@ status=$(cat "$folder/status" 2>/dev/null || echo lost)
 
 case $status in
   0 | 2 | 130 | 143) exit "$status" ;;   # done; the settings are wrong; cancelled
-  {SAVED} | lost) reason=interruption ;;
+  {REQUEUE_STATUS} | lost) reason=interruption ;;
   *) reason=error ;;
 esac
 case " {" ".join(submit.retry)} " in *" $reason "*) ;; *) echo "ended with $status"; exit 1 ;; esac
-if [ "$status" != {SAVED} ]; then
+if [ "$status" != {REQUEUE_STATUS} ]; then
   echo "$status" >>"$folder/failures"
   if [ "$(wc -l <"$folder/failures")" -gt {submit.max_retries} ]; then echo "failed too often"; exit 1; fi
 fi

@@ -292,7 +292,8 @@ def _ordering(do):
 
 
 for _name in (
-    "getitem setitem delitem str repr format int float complex bytes index round trunc floor ceil reversed copy deepcopy"
+    "getitem setitem delitem str repr format bytes int float complex index round trunc floor ceil reversed "
+    "copy deepcopy"
 ).split():
     setattr(Proxy, "__%s__" % _name, _unary(_name, is_free=True))
 for _name in ("neg", "pos", "abs", "invert"):
