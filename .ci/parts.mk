@@ -75,9 +75,9 @@ fast:
 
 # what pyproject.toml allows resolves, for GPUs too, to the versions of the locks
 locks:
-	timeout 300 $(MAKE) locks
+	timeout 600 $(MAKE) locks
 	git diff --exit-code infra/locks
-	$(call say,every environment resolves within five minutes to its lock)
+	$(call say,every environment resolves to its lock)
 
 lint:
 	$(MAKE) lint
