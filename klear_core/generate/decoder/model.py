@@ -113,12 +113,11 @@ class Decoder:
         states_NC = self._rms_norm(x_TC[num_prompt - 1 : -1], self.norm)  # a token is predicted by the one before it
         targets_N = tokens_T[num_prompt:]
         found = []
-        # Logits of a long answer over a large vocabulary would need gigabytes at once.
-        for states_CC, targets_C in zip(
-            states_NC.split(_SCORED_TOGETHER), targets_N.split(_SCORED_TOGETHER), strict=True
-        ):
-            logps_CV = torch.log_softmax(F.linear(states_CC, self.head).float() / temperature, -1)
-            found.append(logps_CV.gather(1, targets_C[:, None])[:, 0])
+        # In parts, because logits of a long answer over a large vocabulary would need gigabytes at once.
+        for start in range(0, len(targets_N), _SCORED_TOGETHER):
+            part = slice(start, start + _SCORED_TOGETHER)
+            logps_NV = torch.log_softmax(F.linear(states_NC[part], self.head).float() / temperature, -1)
+            found.append(logps_NV.gather(1, targets_N[part, None])[:, 0])
         return torch.cat(found)
 
     def decode(self, tokens_B: Tensor, places: Places, shared: KvCache, private: KvCache) -> Tensor:
