@@ -129,11 +129,13 @@ def result_of(run: CellRun, refs: Artifacts, scored_on: Collection[str] = ()) ->
     if compared.before is None:
         return read_sft_run(sft=refs[compared.model].path, after=refs[compared.after].path, scored_on=scored_on)
     rl = refs[compared.model].path
+    manifest = read_manifest(rl)
     return read_run(
         rl=rl,
         before=refs[compared.before].path,
         after=refs[compared.after].path,
-        commit=read_manifest(rl).git_commit,
+        commit=manifest.git_commit,
+        sampled_tokens=int(manifest.counts.get("sampled_tokens", 0)) or None,
         scored_on=scored_on,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -19,7 +19,8 @@ from rich.table import Table
 from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, show, sweep, ui
 from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
 from flows.run_commands import disk, gc, runs
-from klear_core.errors import ConfigError, KlearError
+from klear_core.errors import ConfigError, KlearError, chain_of
+from klear_core.stopping import REQUEUE_STATUS, Requeued
 
 if TYPE_CHECKING:
     from klear_core.artifacts.store import CheckedBy
@@ -106,6 +107,46 @@ def run(
         show_plan(config, chosen, again=again)
     else:
         carry_out(config, selection)
+
+
+@app.command(rich_help_panel=RUN)
+def submit(  # noqa: PLR0913, PLR0917  options of a command
+    profile: Profile,
+    to: Annotated[Literal["slurm", "ray", "kube", "prefect"], typer.Option("--to", help="Where the run starts.")],
+    overrides: Overrides = None,
+    only: Only = None,
+    from_: From = None,
+    until: Until = None,
+    queue: Annotated[str | None, typer.Option(help="Slurm's partition, Kueue's queue, Prefect's work pool.")] = None,
+    priority: Annotated[str | None, typer.Option(help="Slurm's QOS, Kueue's priority, Prefect's work queue.")] = None,
+    deadline: Annotated[str | None, typer.Option(help="End the run this long after submission: 24h.")] = None,
+    retry: Annotated[
+        str | None, typer.Option(help="Start it again after these events: no-capacity,error,interruption.")
+    ] = None,
+    retry_for: Annotated[str | None, typer.Option("--for", help="Start it again for this long: 6h.")] = None,
+    idle_kill: Annotated[str | None, typer.Option(help="End the run if its GPUs compute less: 10%/1h.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan, files and commands, and stop.")] = False,
+) -> None:
+    """Start a run on a cluster: plan it for the nodes of workspace.submit, write its files, and submit them.
+
+    klear submit klear_8b --to slurm --queue gpu --set workspace.submit.gpus_per_node=8 --dry-run
+
+    klear submit klear_8b --to kube --retry error,interruption --for 2d --deadline 5d
+    """
+    from flows.environment import StageSelection
+    from flows.submit import submit as submit_run
+
+    given = {
+        "queue": queue,
+        "priority": priority,
+        "deadline": deadline,
+        "retry": retry and json.dumps(retry.split(",")),
+        "retry_for": retry_for,
+        "idle_kill": idle_kill,
+    }
+    asked = [f"workspace.submit.{name}={value}" for name, value in given.items() if value]
+    config = _config(profile, [*(overrides or []), *asked])
+    submit_run(config, to, StageSelection(only=only, from_=from_, until=until), is_dry_run=dry_run)
 
 
 @app.command(rich_help_panel=RUN)
@@ -287,7 +328,10 @@ def bench(
 
 
 def main() -> None:
-    """Run the command line; a KlearError ends in one message and exit status 2 if it is permanent, else 1."""
+    """Run the command line; a KlearError ends in one message and exit status 2 if it is permanent, else 1.
+
+    An interrupt ends with status 130, SIGUSR1 with REQUEUE_STATUS.
+    """
     bypass_proxies_for_loopback()
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
@@ -296,6 +340,10 @@ def main() -> None:
     except KlearError as e:
         errors.print(f"[bold red]error:[/] {escape(str(e))}")
         sys.exit(2 if e.is_permanent else 1)
+    except SystemExit as e:
+        if any(isinstance(cause, Requeued) for cause in chain_of(e)):
+            sys.exit(REQUEUE_STATUS)
+        raise
     finally:
         exit_at_once_when_interrupted()
 

@@ -6,9 +6,10 @@ import atexit
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,6 +45,7 @@ from klear_core.pipeline.graph import (
 )
 from klear_core.pipeline.preflight.checks import require_ready
 from klear_core.seeding import seed_for
+from klear_core.stopping import at_once, requeued_by_signal
 from tasks import tracking
 from tasks.notify import News, Notifier, RunWatch, end_news, open_notifier
 from tasks.progress import console, show_summary
@@ -142,7 +144,7 @@ def tracked_run(
     # Compiled graphs are found again by later engines, in a container too, whose home folder ends with it.
     os.environ.setdefault("VLLM_CACHE_ROOT", str(workspace_root(config.workspace) / "cache" / "vllm"))
     # Also outside of stages: Prefect writes results to the workspace.
-    with lost_interrupts_sent_again(), DiskErrors(workspace_root(config.workspace)):
+    with requeued_by_signal(), lost_interrupts_sent_again(), DiskErrors(workspace_root(config.workspace)):
         if _has_server():
             return _run_with_server(config, run_stages, selection)
         if is_temporary_server(settings.PREFECT_API_URL.value() or ""):
@@ -158,8 +160,11 @@ def _run_with_server(
     run = _this_flow_run()
     watch = CancelWatch(lambda: is_cancelling(run.id))
     try:
-        # A run without a deployment has no worker that could miss the request.
-        with watch.running() if run.deployment_id else nullcontext(), server_awaited():
+        with ExitStack() as worker, server_awaited():
+            if run.deployment_id:  # a run without one has no worker, which could miss the request
+                worker.enter_context(watch.running())
+                # A worker sends it to cancel the run, and takes only Prefect's own handler for an answer.
+                worker.enter_context(at_once(signal.SIGTERM))
             return _run_selected(config, run_stages, selection)
     except TerminationSignal:
         if not watch.has_fired:
@@ -213,7 +218,8 @@ def recorded(run: PipelineRun, selection: StageSelection, notifier: Notifier) ->
     record = new_record(run.info, run.config, stages, ids, selection=asked, has_worker=this.deployment_id is not None)
     history = RunHistory.of(workspace_root(run.config.workspace), store=run.config.workspace.store)
     watch = RunWatch(notifier, run.config.workspace.notify, workspace_root(run.config.workspace))
-    recorder = RunRecorder(record, history, run.stages, watch=watch.look)
+    idle = run.config.workspace.submit.idle_kill
+    recorder = RunRecorder(record, history, run.stages, watch=watch.look, idle=idle)
     with recorder.recording(run.config):
         try:
             yield

@@ -33,6 +33,7 @@ from klear_core.scores import duration
 
 if TYPE_CHECKING:
     from klear_core.artifacts.store import CheckedBy
+    from klear_core.cluster.placement import Node
     from klear_core.pipeline.plan import Rerun, StagePlan
 
 
@@ -44,20 +45,23 @@ def show_plan(
     checked_by: CheckedBy = "size",
     with_config: bool = False,
     is_exact: bool = False,
-) -> None:
+    nodes: Sequence[Node] | None = None,
+) -> list[str]:
     """Print which of the chosen stages (None: all) would run or be reused and why, their cost, and what is missing.
 
     `checked_by` says how artifacts are compared with their manifests; `with_config` adds all settings, with defaults;
-    `is_exact` measures the memory of trainings on fake tensors.
+    `is_exact` measures the memory of trainings on fake tensors. `nodes` are those of a run elsewhere. Return what is
+    missing.
     """
     from klear_core.config.settings import config_digest
     from klear_core.pipeline.plan import detectable_lines, gate_lines, plan_stages, reruns_of_upgrade
-    from klear_core.pipeline.preflight.checks import problems_with
+    from klear_core.pipeline.preflight.checks import problems_on_nodes, problems_with
     from klear_core.pipeline.preflight.exposure import given_contamination
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{config.name}[/] seed {config.seed}, config {config_digest(config)}, valid")
-    missing = problems_with(config, chosen, again=again)
+    here = nodes is None
+    missing = problems_with(config, chosen, again=again) if here else problems_on_nodes(config, nodes or (), chosen)
     try:
         plans = plan_stages(config, chosen, again=again, checked_by=checked_by)
     except ConfigError as e:
@@ -68,7 +72,7 @@ def show_plan(
     if plans:
         console.print(_plan_table(plans))
         _show_upgrade(console, reruns_of_upgrade(config, chosen), price=config.hardware.price_per_gpu_hour)
-    show_costs(console, config, chosen, is_exact=is_exact)
+    show_costs(console, config, chosen, is_exact=is_exact, nodes=nodes)
     for line in detectable_lines(config):
         console.print(f"[dim]scores:[/] {escape(line)}")
     for line in gate_lines(config):
@@ -83,6 +87,7 @@ def show_plan(
         console.print(f"[yellow]before you run:[/] {escape(problem)}")
     if with_config:
         console.print_json(config.model_dump_json())
+    return missing
 
 
 def _loophole_lines(config: PipelineConfig, chosen: Collection[str] | None) -> Iterator[str]:
@@ -164,13 +169,18 @@ def _work(rerun: Rerun) -> str:
 
 
 def show_costs(
-    console: Console, config: PipelineConfig, chosen: Collection[str] | None = None, *, is_exact: bool = False
+    console: Console,
+    config: PipelineConfig,
+    chosen: Collection[str] | None = None,
+    *,
+    is_exact: bool = False,
+    nodes: Sequence[Node] | None = None,
 ) -> None:
     """Print the estimates of the chosen stages (None: all); `is_exact` also measures trainings on fake tensors."""
     rows = estimate(config, chosen)
     console.print(_table(rows, price=config.hardware.price_per_gpu_hour))
     stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
-    placed = placement_lines(stages, planned_size(config.start_model))
+    placed = placement_lines(stages, planned_size(config.start_model), nodes)
     about_trainings = (*_kept_lines(config, stages), *_busy_lines(config, stages), *_split_lines(config, stages))
     for line in (*_engine_lines(config, stages), *placed, *about_trainings):
         console.print(line)

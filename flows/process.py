@@ -1,4 +1,4 @@
-"""Set up a command's process: its end by Ctrl-C and SIGTERM, proxies, and the servers that it starts."""
+"""Set up a command's process: its end by signals, proxies, and the servers that it starts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 import typer
 
 from klear_core.errors import ConfigError
+from klear_core.stopping import REQUEUE_STATUS, Requeued, requeued_by_signal
 
 _AGAIN_AFTER_S = 0.05
 """Seconds before an interrupt that was lost is sent again."""
@@ -24,15 +25,15 @@ _AGAIN_AFTER_S = 0.05
 
 @contextmanager
 def reliable_interrupts() -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt while the block runs, and lose none; see `lost_interrupts_sent_again`."""
+    """Turn SIGTERM and SIGUSR1 into KeyboardInterrupt while the block runs; see `lost_interrupts_sent_again`."""
     signal.signal(signal.SIGTERM, _interrupt)
-    with lost_interrupts_sent_again():
+    with requeued_by_signal(), lost_interrupts_sent_again():
         yield
 
 
 @contextmanager
 def lost_interrupts_sent_again() -> Iterator[None]:
-    """While the block runs, send SIGTERM again a moment after an interrupt that Python would discard.
+    """While the block runs, send the signal again a moment after an interrupt that Python would discard.
 
     Python only reports an exception raised in `__del__` or in a weak reference's callback, so the run would continue.
     """
@@ -42,9 +43,8 @@ def lost_interrupts_sent_again() -> Iterator[None]:
         if issubclass(lost.exc_type, KeyboardInterrupt):
             # Later, when the code that discards exceptions has returned. To the main thread: the signal also has to end
             # a system call that it blocks in.
-            timer = threading.Timer(
-                _AGAIN_AFTER_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM)
-            )
+            number = signal.SIGUSR1 if issubclass(lost.exc_type, Requeued) else signal.SIGTERM
+            timer = threading.Timer(_AGAIN_AFTER_S, signal.pthread_kill, (threading.main_thread().ident, number))
             timer.daemon = True  # a process that ends meanwhile does not wait for it
             timer.start()
         else:
@@ -73,12 +73,12 @@ def make_terminations_interrupts() -> None:
 
 
 def exit_at_once_when_interrupted() -> None:
-    """Let Ctrl-C and SIGTERM end the process at once from now on: its work is done, and only exit handlers are left.
+    """Let signals end the process at once from now on: its work is done, and only exit handlers are left.
 
     A KeyboardInterrupt in an exit handler would print a traceback, and the other handlers would still run. Processes
     that the handlers would stop exit by themselves: our Prefect server checks whether its caller is alive.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _exit_at_once)
 
 
@@ -86,7 +86,7 @@ def _exit_at_once(signum: int, _frame: object) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a closed pipe or file must not keep the process from exiting
             stream.flush()
-    os._exit(128 + signum)
+    os._exit(REQUEUE_STATUS if signum == signal.SIGUSR1 else 128 + signum)
 
 
 # ---- proxies ----

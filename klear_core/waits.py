@@ -66,8 +66,9 @@ def waiting(whom: str, what: str, last: Callable[[], str] = lambda: "") -> Itera
     finally:
         with _lock:
             _open.pop(key, None)
-        if _trace is not None:
-            _trace.add(f"wait: {whom}", what, wait.since, time.monotonic())
+        ended = time.monotonic()
+        if _trace is not None and ended - wait.since >= _SHORTEST_S:
+            _trace.add(_WAIT + whom, what, wait.since, ended)
 
 
 class Silence:
@@ -180,6 +181,24 @@ async def progress_watched(count: Callable[[], object], line: Callable[[], str])
 
 TRACE_FILE = "trace.json"
 """Name of the trace in the artifact of an RL stage."""
+_SHORTEST_S = 1e-3
+"""Shorter waits are left out: no reader sees them, and a long run has very many."""
+_WAIT = "wait: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What one track of a trace did, or what the driver waited for, between two times in seconds."""
+
+    track: str
+    name: str
+    start: float
+    end: float
+
+    @property
+    def waited_for(self) -> str:
+        """Return whom the driver waited for; empty if this is no wait."""
+        return self.track.removeprefix(_WAIT) if self.track.startswith(_WAIT) else ""
 
 
 class Trace:
@@ -226,3 +245,19 @@ def span(track: str, name: str, start: float, end: float) -> None:
     """Add a span of the monotonic clock to the trace, if one is kept."""
     if _trace is not None:
         _trace.add(track, name, start, end)
+
+
+def read_trace(path: Path) -> list[Span]:
+    """Return the spans of a trace, in the order in which they ended; none if there is no file.
+
+    A line that a kill has cut short is left out.
+    """
+    spans = []
+    for line in path.read_text().splitlines()[1:] if path.is_file() else []:
+        try:
+            event = json.loads(line.rstrip(","))
+        except json.JSONDecodeError:
+            continue
+        start = event["ts"] / 1e6
+        spans.append(Span(track=event["tid"], name=event["name"], start=start, end=start + event["dur"] / 1e6))
+    return spans

@@ -159,7 +159,7 @@ def ray_session(needs: Needs) -> Iterator[None]:
     where = f"the Ray cluster at {address}" if address else "this machine"
     with no_orphans(), ray_messages_logged():
         try:
-            with _kept_signal_handlers():
+            with _kept_signal_handlers(), _sigusr1_blocked():
                 _init(address, needs)
             when_there(lambda: _check_cpus(ray.cluster_resources(), needs, where=where), wait_s=needs.wait_s)
             _gpus_of_cluster[:] = [int(ray.cluster_resources().get("GPU", 0))]
@@ -228,6 +228,19 @@ def _kept_signal_handlers() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
+@contextmanager
+def _sigusr1_blocked() -> Iterator[None]:
+    """Start processes in the block that SIGUSR1 does not end: a run that gets it saves a checkpoint with them.
+
+    Schedulers send it to all processes of a job.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # ---- engines and judges ----
 
 
@@ -251,7 +264,12 @@ def open_engines_and_judges(
             return
     # `auto` is as many as the GPUs hold, which is known once Ray runs; it must have CPUs for one engine at least.
     num_engines = 1 if runtime.num_engines == "auto" else runtime.num_engines
-    with ray_session(Needs(num_cpus=max(1, num_engines * runtime.num_threads), object_store_bytes=_STORE_BYTES)):
+    needs = Needs(
+        num_cpus=max(1, num_engines * runtime.num_threads),
+        object_store_bytes=_STORE_BYTES,
+        wait_s=runtime.wait_for_nodes_s,
+    )
+    with ray_session(needs):
         from klear_core.cluster.pools import build_cluster_judges, start_pool
 
         share_model(model)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -21,6 +23,7 @@ from klear_core.artifacts.runs import LOG, RunHistory, RunRecord, RunScore, RunS
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig
 from klear_core.config.settings import leaves_of
 from klear_core.config.stage import ReportJob, Stage
+from klear_core.config.submit import IdleKill, in_seconds
 from klear_core.errors import reporting
 from klear_core.scores import read_reports
 from tasks.mlflow_backend import without_password
@@ -50,8 +53,10 @@ class RunRecorder(Console):
         stages: Sequence[Stage],
         *,
         watch: Callable[[RunRecord], None] = lambda _: None,
+        idle: IdleKill | None = None,
     ) -> None:
-        """`watch` is called with the record about once a minute, from another thread."""
+        """`watch` is called with the record about once a minute, from another thread; an `idle` run is ended."""
+        self._idle, self._why_ended = idle, ""
         self._record, self._history, self._watch = record, history, watch
         self._stages = {stage.name: stage for stage in stages}
         self._lock = threading.Lock()
@@ -83,7 +88,7 @@ class RunRecorder(Console):
     def ended(self, state: RunState, *, why: str = "", report: str = "") -> None:
         """Write the final record, here and in the shared store."""
         with reporting("klear runs will show this run as killed"):
-            self._change(state=state, why=why[:_MAX_CHARS], report=report, left_s=None)
+            self._change(state=state, why=(self._why_ended or why)[:_MAX_CHARS], report=report, left_s=None)
             self._history.write(self.record)
             self._history.share(self.record)
 
@@ -154,6 +159,10 @@ class RunRecorder(Console):
         if share is not None:
             self._busy.append(share)
             self._change(gpu_busy=round(sum(self._busy) / len(self._busy), 3))
+        if self._idle is not None and not self._why_ended and is_idle(self._busy, self._idle):
+            self._why_ended = f"its GPUs computed less than {self._idle.below:.0%} in {self._idle.window}: idle_kill"
+            log.error("this run ends: %s", self._why_ended)
+            os.kill(os.getpid(), signal.SIGTERM)  # as a cancelled run ends
 
     @contextmanager
     def _logged(self, config: PipelineConfig) -> Iterator[None]:
@@ -304,6 +313,12 @@ def _scores(model: str, evaluation: Path) -> Iterator[RunScore]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def is_idle(shares: Sequence[float], limit: IdleKill) -> bool:
+    """Return whether GPUs computed less than the limit, by their shares of every 30 s so far."""
+    num_looks = math.ceil(in_seconds(limit.window) / _GPU_EVERY_S)
+    return len(shares) >= num_looks and sum(shares[-num_looks:]) / num_looks < limit.below
 
 
 def gpu_share() -> float | None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, assert_never
 import ray
 from ray.exceptions import OutOfMemoryError
 
+from klear_core import stopping
 from klear_core.cluster.nodes import ray_nodes
 from klear_core.cluster.placement import Placement, Room, cpu_refusal, is_too_large_for_cpu, place_ranks
 from klear_core.cluster.rank_actors import LOGGER, Logged, Progressed, RankActor, Report, Reports
@@ -21,6 +22,7 @@ from klear_core.cluster.ray_calls import LOST, START_S, Plan, Reservation, Resta
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import GpuMemoryError, KlearError, ResourceError, TrainingError
 from klear_core.metrics import Heartbeat, Telemetry
+from klear_core.stopping import StoppedEarly
 from klear_core.train.distributed import Body
 from klear_core.waits import Silence, span
 
@@ -81,6 +83,7 @@ class Gang:
         # Reserve no CPUs for the process, because its threads are those of the placement group's bundle.
         actor_type = ray.remote(num_cpus=0, num_gpus=gpus_per_rank, max_restarts=0, concurrency_groups={_REPORTS: 1})
         self._actor_type = actor_type(actor)
+        self._is_asked_to_stop = False
         self._names: list[str] = []
         """Names of the ranks, with node and process id once these are known."""
         self._polls: dict[int, asyncio.Future[Reports]] = {}
@@ -114,8 +117,9 @@ class Gang:
     async def wait(self, calls: Sequence[Awaitable[Any]], what: str, *, stall_timeout_s: float) -> list[Any]:
         """Return the results of one call of each rank; meanwhile relay what the ranks report.
 
-        Raise RanksLost if a rank has died, GpuMemoryError if a rank's GPU is too small, another exception of a rank as
-        it is, or TrainingError if no rank has done anything for `stall_timeout_s`; the log then has all ranks' stacks.
+        Raise StoppedEarly if the ranks stop on request, RanksLost if one has died, GpuMemoryError if a rank's GPU is
+        too small, another exception of a rank as it is, or TrainingError if no rank has done anything for
+        `stall_timeout_s`; the log then has all ranks' stacks.
         """
         tasks = [asyncio.ensure_future(awaited(call)) for call in calls]
         seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
@@ -126,6 +130,10 @@ class Gang:
                 _, pending = await asyncio.wait(tasks, timeout=poll_s, return_when=asyncio.FIRST_EXCEPTION)
                 await self._relay_reports()
                 failed = _failures(tasks)
+                if stopping.is_asked():
+                    if failed:  # a rank has stopped as well, or the signal went to the ranks, too
+                        raise StoppedEarly(f"the learner was to {what}") from next(iter(failed.values()))
+                    self._ask_to_stop()
                 if failed:
                     raise await self._cause(failed, tasks)
                 if not pending:
@@ -172,6 +180,13 @@ class Gang:
     async def engine_options(self, index: int) -> dict[str, Any]:
         """Return where Ray shall start an engine of the plan; see `Reservation.engine_options`."""
         return await self._reservation.engine_options(index)
+
+    def _ask_to_stop(self) -> None:
+        """Pass on the request to stop, once to each rank."""
+        if not self._is_asked_to_stop:
+            self._is_asked_to_stop = True
+            for rank in self.ranks:
+                rank.stop.options(concurrency_group=_REPORTS).remote()
 
     async def _relay_reports(self) -> None:
         """Log what the ranks have reported so far, without waiting for a rank that is slow to answer."""

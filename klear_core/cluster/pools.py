@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from klear_core.artifacts.remote_paths import RemotePaths, remote_paths_of
 from klear_core.artifacts.store import BUILDING
 from klear_core.cluster.engine_actors import EngineActor, RayEngine
-from klear_core.cluster.nodes import EnginePlan, check_engines_have_gpus, plan_engines, ray_nodes
+from klear_core.cluster.nodes import EnginePlan, check_engines_have_gpus, plan_engines, ray_nodes, when_there
 from klear_core.cluster.placement import Node
 from klear_core.cluster.ray_calls import awaited, within
 from klear_core.config.evaluate import EnginesRuntime
@@ -47,14 +47,26 @@ async def start_pool(spec: EngineSpec, *, runtime: EnginesRuntime, key: str) -> 
     settings to them.
 
     One engine on CPU stays in this process. Raise ResourceError if there are too few GPUs, or for a model too large for
-    a CPU; `key` is the stage's section.
+    a CPU, and no more come in time; `key` is the stage's section.
     """
-    plan = plan_engines(runtime.num_engines, spec.cfg, [node.num_gpus for node in ray_nodes()], key=key)
-    if plan.num_engines:
-        check_engines_have_gpus(plan, spec.cfg, read_hf_config(spec.model_folder).num_params, key=key)
+    plan = await asyncio.to_thread(plan_when_there, spec, runtime=runtime, key=key)
     if plan.num_engines == 0 or plan == EnginePlan(num_engines=1, gpus_per_engine=0):
         return await start_with_endpoints(spec, runtime=runtime, key=key, num_here=plan.num_engines)
     return await start_planned(spec, plan=plan, runtime=runtime, key=key)
+
+
+def plan_when_there(
+    spec: EngineSpec, *, runtime: EnginesRuntime, key: str, nodes: Callable[[], Sequence[Node]] = ray_nodes
+) -> EnginePlan:
+    """Return the engines for the nodes of the cluster, once these suffice; see `when_there`."""
+
+    def plan() -> EnginePlan:
+        found = plan_engines(runtime.num_engines, spec.cfg, [node.num_gpus for node in nodes()], key=key)
+        if found.num_engines:
+            check_engines_have_gpus(found, spec.cfg, read_hf_config(spec.model_folder).num_params, key=key)
+        return found
+
+    return when_there(plan, wait_s=runtime.wait_for_nodes_s)
 
 
 async def start_planned(spec: EngineSpec, *, plan: EnginePlan, runtime: EnginesRuntime, key: str) -> Sampler:

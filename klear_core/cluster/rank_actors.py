@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from klear_core import stopping
 from klear_core.artifacts.manifest import FileRecord
 from klear_core.artifacts.remote_paths import send_results
 from klear_core.cluster.placement import num_engine_ranks
@@ -132,6 +133,10 @@ class RankActor:
     def take_reports(self) -> Reports:
         """Return telemetry and log records since the last call, and how much the rank has done."""
         return Reports(items=self._outbox.take(), progress=heartbeat())
+
+    def stop(self) -> None:
+        """Ask the training of this rank to save a checkpoint and stop."""
+        stopping.ask()
 
     def stacks(self) -> str:
         """Return the Python stack of every thread of this process."""

@@ -15,6 +15,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from klear_core import stopping
 from klear_core.cluster.nodes import ray_nodes, when_there
 from klear_core.cluster.placement import Node, Place, Placement
 from klear_core.cluster.rank_actors import Arrays, to_tensors
@@ -69,8 +70,11 @@ class Restarts:
     def count(self, who: str, error: BaseException, nodes: frozenset[str] = frozenset()) -> None:
         """Count one more lost actor, unless the death of its node was counted. Raise TrainingError above the limit.
 
-        `nodes` are those whose death cost the actor, if that is known and not in the error.
+        `nodes` are those whose death cost the actor, if that is known and not in the error. Raise StoppedEarly if the
+        stage is to stop.
         """
+        if stopping.is_asked():
+            raise stopping.StoppedEarly(f"{who} was lost") from error
         nodes |= dead_nodes(error)
         is_new = not nodes or not nodes <= self._lost_nodes
         self._lost_nodes |= nodes

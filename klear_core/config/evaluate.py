@@ -207,6 +207,8 @@ class EnginesRuntime(Settings):
     """Engines that may die and be replaced within an hour; with one more the stage stops."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the sampler."""
+    wait_for_nodes_s: float = Field(default=1800, ge=0)
+    """Longest wait on a Ray cluster that lacks nodes which the engines need, as in training."""
 
 
 class EvaluateRuntime(EnginesRuntime):

@@ -266,13 +266,14 @@ def as_option(key: str, value: object) -> str:
     return f"--set {shlex.quote(f'{key}={text}')}"
 
 
-def profile_toml(config: PipelineConfig) -> str:
-    """Return a profile's file with the settings of a run, without workspace and machine. Other versions' defaults
-    cannot change it.
+def profile_toml(config: PipelineConfig, *, with_workspace: bool = False) -> str:
+    """Return a profile's file with the settings of a run. Other versions' defaults cannot change it.
 
-    A setting of None is left out, because TOML has no null; where None is not the default, it is written as "none".
+    Workspace and machine are left out unless they are asked for. A setting of None is left out, because TOML has no
+    null; where None is not the default, it is written as "none".
     """
-    tree = config.model_dump(mode="json", exclude_none=True, exclude={"workspace", "hardware"})
+    excluded = set() if with_workspace else {"workspace", "hardware"}
+    tree = config.model_dump(mode="json", exclude_none=True, exclude=excluded)
     _name_nones(config, tree)
     top = [f"{_key(name)} = {_value(value)}" for name, value in tree.items() if not isinstance(value, dict)]
     tables = []

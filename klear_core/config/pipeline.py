@@ -20,6 +20,7 @@ from klear_core.config.evaluate import (
 )
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
+from klear_core.config.submit import SubmitConfig
 from klear_core.config.train import GivenConfig, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.config.verify import JudgedStage, StageJudges, VerifyConfig, judge_of
 
@@ -131,6 +132,9 @@ class WorkspaceConfig(Settings):
 
     notify: NotifyConfig = Field(default=NotifyConfig(), exclude_if=lambda notify: notify == NotifyConfig())
     """Receivers of news: a run failed, waits for a person, was promoted or refused, and so on."""
+
+    submit: SubmitConfig = Field(default=SubmitConfig(), exclude_if=lambda submit: submit == SubmitConfig())
+    """How `klear submit` starts the run on a cluster."""
 
     as_before = {"log_format": "text"}
 

@@ -58,6 +58,18 @@ class PromptFilterConfig(Settings):
         return self
 
 
+class CurriculumConfig(Settings):
+    """Drawing of prompts by the probability that the answers of their group will be right and wrong. The values are
+    ours; no grid has compared them yet."""
+
+    half_life_steps: float = Field(default=20.0, gt=0)
+    """RL steps after which a remembered answer counts half, because the policy has changed since."""
+    admit: float = Field(default=0.25, ge=0, lt=1)
+    """Problems with a smaller probability are drawn as revisits only, until memory of them has faded."""
+    revisit_frac: float = Field(default=0.1, ge=0, le=1)
+    """Share of the prompts drawn from the problems below `admit`, longest unasked first."""
+
+
 class RolloutConfig(Settings):
     """Sampling of prompts into judged groups of answers."""
 
@@ -201,6 +213,17 @@ class DistillTermConfig(Settings):
     """Divisor of the term, as `rl.normalise`, of the answers that a teacher scored."""
 
 
+class EntropyTargetConfig(Settings):
+    """Entropy bonus whose weight adapts (Skywork-OR1, arXiv 2505.22312, adaptive entropy control; defaults are its)."""
+
+    target: float = Field(default=0.2, ge=0)
+    """Mean entropy per token, in nats, below which the coefficient rises and at or above which it falls."""
+    delta: float = Field(default=0.005, gt=0, le=1)
+    """Change of the coefficient per RL step."""
+    max_coef: float = Field(default=0.1, gt=0, le=1)
+    """Largest coefficient; ours."""
+
+
 class RlOptimConfig(OptimConfig):
     """AdamW for RL, at a constant rate after warm-up."""
 
@@ -218,6 +241,8 @@ class RlConfig(Settings):
     domain: Literal["math", "code"] = "math"
     """Domain of the problems to train on; others are left out and counted. Paper: math first, then code."""
     prompts: PromptFilterConfig = PromptFilterConfig()
+    curriculum: CurriculumConfig | None = None
+    """Draw prompts by what their pass rates say; None takes each problem once an epoch, as the scripts."""
     num_steps: int = Field(default=500, ge=1)
     """RL steps. Undisclosed in the paper, whose plots end at 240; the scripts have 5 epochs, up to 585 steps."""
     minibatches_per_step: int = Field(default=8, ge=1)
@@ -254,6 +279,8 @@ class RlConfig(Settings):
     with `lora` it is the policy without its adapters."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1)
     """Weight of an entropy bonus; the paper has none, and in CE-GPPO a weight of 0.003 exploded."""
+    entropy_target: EntropyTargetConfig | None = None
+    """Adapt that weight, starting from `entropy_coef`; None: it is constant."""
     advantage: AdvantageConfig = GrpoAdvantage()
     reward: RewardConfig = RewardConfig()
     overlong: OverlongConfig = OverlongConfig()
@@ -267,7 +294,7 @@ class RlConfig(Settings):
     float32. Scripts: bfloat16."""
     runtime: RlRuntime = RlRuntime()
 
-    as_before = {"max_negative_kl": None, "distill": None}
+    as_before = {"max_negative_kl": None, "distill": None, "curriculum": None, "entropy_target": None}
 
     @property
     def truncate_at(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Compute the geometry of line charts, in canvas units of WIDTH x HEIGHT.
+"""Compute the geometry of line charts, in canvas units of WIDTH x HEIGHT, and of timelines.
 
 The template draws it, so that themes and escaping stay in the template.
 """
@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from klear_core.scores import MINUS, number
+from klear_core.scores import MINUS, duration, number, percent
+from klear_core.waits import Span
 
 WIDTH, HEIGHT = 340, 196
 LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 24
@@ -227,3 +228,104 @@ def _tick_labels(marks: Sequence[float]) -> list[str]:
 def _power(value: float, decimals: int) -> str:
     mantissa, exponent = f"{value:.{decimals}e}".split("e")
     return f"{mantissa}e{int(exponent)}".replace("-", MINUS) if value else "0"
+
+
+# ---- timeline ----
+# Show what driver, learner and engines of RL did in the last steps, so that one sees who waited for whom.
+
+
+_STEPS_SHOWN = 3
+_TRACKS_SHOWN = 16
+_MOST_WAITS = 5
+KINDS = ("sampling", "updates", "weights", "other")
+"""What is done, by tone."""
+_KIND_OF = {
+    "sample": "sampling",
+    "learn": "updates",
+    "do the updates of an RL step": "updates",
+    "hand over": "weights",
+    "gather the weights": "weights",
+    "offer its weights": "weights",
+    "send its weights": "weights",
+}
+_NARROWEST = 0.1
+"""Percent of the width below which a gap is not seen, so that the blocks around it are one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Work of one kind without a gap; place and width in percent."""
+
+    kind: str
+    left: float
+    width: float
+
+    @property
+    def tone(self) -> int:
+        """The colour."""
+        return KINDS.index(self.kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """What one of them did, and the share of the time in which it worked; empty for the driver, which also waits."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    busy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The last steps of a stage."""
+
+    num_steps: int
+    seconds: str
+    tracks: tuple[Track, ...]
+    num_left_out: int
+    """Engines beyond those that are shown."""
+    waits: tuple[tuple[str, str], ...]
+    """Whom the driver waited for, and how long in all, the longest first. Waits at the same time count each."""
+
+
+def timeline(spans: Sequence[Span]) -> Timeline | None:
+    """Lay out the last steps of a trace; None if it has no step."""
+    starts = [span.start for span in spans if (span.track, span.name) == ("driver", "sample")][-_STEPS_SHOWN:]
+    if not starts:
+        return None
+    low, high = starts[0], max(span.end for span in spans if span.track == "driver")
+    cut = [
+        Span(track=span.track, name=span.name, start=max(low, span.start), end=min(high, span.end))
+        for span in spans
+        if span.start < high and span.end > low
+    ]
+    names = sorted({span.track for span in cut if not span.waited_for} - {"driver", "learner"})
+    rows = [name for name in ("driver", "learner") if any(span.track == name for span in cut)] + names
+    waits: dict[str, float] = {}
+    for span in cut:
+        if span.waited_for:
+            waits[span.waited_for] = waits.get(span.waited_for, 0.0) + span.end - span.start
+    longest = sorted(waits.items(), key=lambda wait: -wait[1])[:_MOST_WAITS]
+    return Timeline(
+        num_steps=len(starts),
+        seconds=duration(high - low),
+        tracks=tuple(_track(name, [s for s in cut if s.track == name], low, high) for name in rows[:_TRACKS_SHOWN]),
+        num_left_out=max(0, len(rows) - _TRACKS_SHOWN),
+        waits=tuple((whom, duration(seconds)) for whom, seconds in longest),
+    )
+
+
+def _track(name: str, spans: Sequence[Span], low: float, high: float) -> Track:
+    place = _axis(low, high, 0, 100)
+    blocks: list[Block] = []
+    busy_s, until = 0.0, low
+    for span in sorted(spans, key=lambda s: s.start):
+        busy_s += max(0.0, span.end - max(until, span.start))  # spans may overlap
+        until = max(until, span.end)
+        kind, left, right = _KIND_OF.get(span.name, "other"), place(span.start), place(span.end)
+        last = blocks[-1] if blocks else None
+        if last is not None and last.kind == kind and left - last.left - last.width <= _NARROWEST:
+            left, right = last.left, max(right, last.left + last.width)
+            blocks.pop()
+        blocks.append(Block(kind=kind, left=left, width=round(right - left, 1)))
+    return Track(name=name, blocks=tuple(blocks), busy="" if name == "driver" else percent(busy_s / (high - low)))

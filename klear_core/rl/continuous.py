@@ -28,7 +28,8 @@ from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import complete_rewards
-from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts, StreamItem, now
+from klear_core.rl.rollout import Sampler, StepRollouts, now
+from klear_core.rl.stream import POOL_UNIT, PromptStream, StreamItem
 from klear_core.types import Rollout, RolloutGroup
 
 
@@ -118,8 +119,11 @@ class ContinuousRollouts:
                 return
             item = self._stream.at(self._again.pop(0)) if self._again else self._stream.take(1)[0]
             prompt_ids = self._sampler.prompt(item)
+            if item.pool is not None:
+                self._drops.count(POOL_UNIT, item.pool)
             if prompt_ids is None:
                 self._drops.count("group", "prompt_too_long")
+                self._stream.reject(item)
                 self._num_decided += 1
                 self._changed.set()  # the step may be due to be filled with fewer groups
                 continue
@@ -217,13 +221,15 @@ class ContinuousRollouts:
         groups = [group.sampled for group in chosen] + self._dropped_groups
         self._dropped_groups, self._num_decided = [], 0
         before, self._filled_at = self._filled_at, now()
+        unfinished = sorted([*self._open, *self._finished, *self._again])
         step = StepRollouts(
             groups=tuple(groups),
             kept=tuple(group.kept for group in chosen),
             drops=drops,
             position=self._stream.position,
             seconds=self._filled_at - before,
-            unfinished=tuple(sorted([*self._open, *self._finished, *self._again])),
+            unfinished=tuple(unfinished),
+            memory=self._stream.end_step(groups, unfinished=unfinished),
         )
         self._begin_groups()
         return step

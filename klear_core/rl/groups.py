@@ -19,6 +19,7 @@ from klear_core.config.rl import PromptFilterConfig, RlConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.rl.rewards import group_advantages, has_advantage
 from klear_core.rl.rows import Row
+from klear_core.rl.stream import POOL_UNIT
 from klear_core.scores import read_pass_rates
 from klear_core.types import CodeReference, PassRate, Problem, Rollout, RolloutGroup, TrainSample, UnverifiableReference
 
@@ -42,7 +43,9 @@ def drop_ledger(drops: DropCounts) -> tuple[LedgerStep, ...]:
         dropped = dict(sorted(drops.of(unit).items()))
         num_trained = dropped.pop(TRAINED, 0)
         num_in = num_trained + sum(dropped.values())
-        steps.append(LedgerStep.of(f"{unit}_filter", unit, num_in=num_in, dropped=dropped))
+        # The pools that a curriculum drew the prompts from; empty without one.
+        noted = {f"from_{pool}": n for pool, n in sorted(drops.of(POOL_UNIT).items())} if unit == "group" else {}
+        steps.append(LedgerStep.of(f"{unit}_filter", unit, num_in=num_in, dropped=dropped, noted=noted))
     return tuple(steps)
 
 

@@ -102,6 +102,10 @@ class LearnerHandle(ABC):
         """Save a checkpoint with these counters."""
         await self.call("save a checkpoint", lambda learner: learner.save(counters))
 
+    async def finish_save(self) -> None:
+        """Wait until the last checkpoint is complete."""
+        await self.call("finish a checkpoint", lambda learner: learner.finish_save())
+
     async def export(self, target: Path) -> None:
         """Write the model folder."""
         await self.call("export the model", lambda learner: learner.export(target))

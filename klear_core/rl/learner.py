@@ -29,6 +29,7 @@ from klear_core.rl.groups import cut_minibatches
 from klear_core.rl.losses import TrainBatch, at_step, leaving_squares, m2_cutoff
 from klear_core.rl.objective import (
     Denominators,
+    EntropyBonus,
     MiniBatch,
     loss_head,
     make_batch,
@@ -98,6 +99,7 @@ class Learner:
         )
         """Notes for the stage's manifest."""
         self._num_skipped = 0
+        self._entropy_bonus = EntropyBonus(coef=cfg.entropy_coef, weight=cfg.entropy_coef)
         self._policy = self._load()
         # A second, frozen copy of the initial model; `restore` changes the policy and never this one. With LoRA none is
         # needed, because the policy without its adapters is the initial model.
@@ -118,19 +120,35 @@ class Learner:
             return None
         self.version, counters = found
         self._num_skipped = int(counters["learner/skipped"])
+        self._restore_entropy_bonus(counters)
         # Entries under `learner/` were added by `save`; the caller gets back only its counters.
         return {k: v for k, v in counters.items() if not k.startswith("learner/")}
 
     def begin_saved(self, steps: SavedSteps, step: int) -> None:
         """Load the state from before a saved step, which the next call of `step` then repeats (collective call)."""
-        steps.restore(step, self._policy, self._updater.optimizer)
+        self._restore_entropy_bonus(steps.restore(step, self._policy, self._updater.optimizer))
         self.version = step - 1
 
     def save(self, counters: Counters) -> None:
         """Save the current state and the caller's counters as a checkpoint (collective call)."""
-        self._checkpoints.save(
-            self.version, self._policy, self._updater.optimizer, {**counters, "learner/skipped": self._num_skipped}
-        )
+        own = {"learner/skipped": self._num_skipped, **self._entropy_counters()}
+        self._checkpoints.save(self.version, self._policy, self._updater.optimizer, {**counters, **own})
+
+    def _entropy_counters(self) -> dict[str, float]:
+        """Return the state of the entropy bonus for a checkpoint; nothing if its weight is constant."""
+        if self.cfg.entropy_target is None:
+            return {}
+        bonus = self._entropy_bonus
+        return {"learner/entropy_coef": bonus.coef, "learner/entropy_weight": bonus.weight}
+
+    def _restore_entropy_bonus(self, counters: Counters) -> None:
+        if self.cfg.entropy_target is not None:
+            coef, weight = counters["learner/entropy_coef"], counters["learner/entropy_weight"]
+            self._entropy_bonus = EntropyBonus(coef=coef, weight=weight)
+
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is complete (collective call)."""
+        self._checkpoints.wait()
 
     @torch.no_grad()
     def logps(self, samples: Sequence[TrainRow]) -> list[TokenLogps]:
@@ -218,7 +236,8 @@ class Learner:
         step = self.version + 1  # as it is logged
         is_saved = step in self.cfg.runtime.save_steps
         if is_saved:
-            self._saved_steps.begin(step, samples, self._policy, self._updater.optimizer)
+            counters = self._entropy_counters()
+            self._saved_steps.begin(step, samples, self._policy, self._updater.optimizer, counters)
         with profiled(self.cfg.runtime.profile_steps, step, self._workdir / PROFILES, rank=self.world.rank):
             metrics = self._learn(samples)
         metrics |= staleness(samples, version=self.version) | self._paces.measure()
@@ -237,6 +256,11 @@ class Learner:
         started = time_when_done(self.world.device)  # MFU covers only the updates' forward and backward passes
         results = [self._update(minibatch, stats) for minibatch in minibatches]
         metrics = update_metrics(minibatches, results, stats, self.world, max_log_ratio=self.cfg.max_log_ratio)
+        if self.cfg.entropy_target is not None:
+            metrics["rl/entropy/coef"] = self._entropy_bonus.weight
+            # Absent without an applied update. The mean over all ranks' tokens, so that all ranks adapt alike.
+            if (entropy := metrics.get("rl/entropy/mean")) is not None:
+                self._entropy_bonus = self._entropy_bonus.after(entropy, self.cfg.entropy_target)
         if self._peak_flops is not None:
             available = self._peak_flops * self.world.size * (time_when_done(self.world.device) - started)
             metrics["rl/speed/mfu"] = self._flops.step(samples) / available
@@ -326,8 +350,9 @@ class Learner:
         return m2_cutoff(self.world.concat(torch.cat(squares)), loss.max_second_moment)
 
     def _update(self, minibatch: MiniBatch, stats: TokenStats) -> StepResult:
-        # Loss with its scheduled betas at this RL step.
-        cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
+        # Loss with its scheduled betas, and weight of the entropy bonus, at this RL step.
+        loss = at_step(self.cfg.loss, self.version)
+        cfg = self.cfg.model_copy(update={"loss": loss, "entropy_coef": self._entropy_bonus.weight})
         update_stats, batches = TokenStats(self.world.device), minibatch.batches
         if isinstance(cfg.loss, M2poConfig):
             cutoff = self._m2_cutoff(minibatch, cfg.loss)
@@ -372,15 +397,22 @@ class SavedSteps:
         self._folder = folder
         self._world = world
 
-    def begin(self, step: int, samples: Sequence[TrainRow], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Save samples, weights and optimizer state before the step (collective call)."""
+    def begin(
+        self,
+        step: int,
+        samples: Sequence[TrainRow],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        counters: Counters,
+    ) -> None:
+        """Save samples, weights, optimizer state and counters before the step (collective call)."""
         folder = self._of(step)
         if self._world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # left by an attempt that was killed in this step
             write_shard(folder / _SAMPLES, samples_here(samples))
         # No rank may write its state before rank 0 has cleared the folder.
         self._world.barrier()
-        self._state(step).save(step - 1, model, optimizer, {})
+        self._state(step).save(step - 1, model, optimizer, counters)
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the step's metrics, which makes it complete."""
@@ -406,10 +438,16 @@ class SavedSteps:
         metrics = json.loads((folder / _METRICS).read_text())
         return SavedStep(step=step, samples=tuple(samples), metrics=metrics)
 
-    def restore(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load weights and optimizer state from before the step (collective call). ArtifactError if damaged."""
-        if self._state(step).load_latest(model, optimizer) is None:
+    def restore(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Counters:
+        """Load weights and optimizer state from before the step and return the counters (collective call).
+
+        Raise ArtifactError if they are damaged.
+        """
+        found = self._state(step).load_latest(model, optimizer)
+        if found is None:
             raise ArtifactError(f"{self._of(step) / _STATE}: no complete state; the files of step {step} are damaged")
+        _, counters = found
+        return counters
 
     def steps(self) -> list[int]:
         """Return the complete steps in order."""

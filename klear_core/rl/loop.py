@@ -18,10 +18,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from klear_core import stopping
 from klear_core.artifacts.manifest import DropCounts, StageSummary, check_yield
 from klear_core.artifacts.shared import send_work
 from klear_core.config.rl import RlConfig, RolloutConfig
@@ -34,11 +35,14 @@ from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
-from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards, now
+from klear_core.rl.rollout import Collector, Lookahead, Rollouts, Sampler, StepRollouts, no_rewards, now
 from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
 from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
+from klear_core.rl.stream import Curriculum, PromptStream
+from klear_core.scores import read_pass_rates
+from klear_core.stopping import StoppedEarly, checkpoint_first
 from klear_core.train.base_model import model_folder
-from klear_core.types import Judge, Problem, RewardValues
+from klear_core.types import Judge, PassRate, Problem, RewardValues
 from klear_core.waits import TRACE_FILE, loop_watched, span, traced, waiting
 
 log = logging.getLogger(__name__)
@@ -73,8 +77,11 @@ def train_rl(
     with workers.judges(verify) as judges, open_inline_eval(model_folder(setup.model)) as inline_eval:
         notes = judges.prepare(chosen)
         rewards = UserRewards(cfg.reward.custom, judges)
-        with traced(workdir / TRACE_FILE):
-            progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, inline_eval))
+        with traced(workdir / TRACE_FILE), checkpoint_first():
+            rates = read_pass_rates(problems) if cfg.curriculum else None
+            progress = asyncio.run(
+                run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, inline_eval, rates)
+            )
     shown = _shown(setup)
     # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
@@ -91,8 +98,12 @@ async def run_rl(
     workers: Workers,
     custom_rewards: RewardValues = no_rewards,
     inline_eval: InlineEval | None = None,
+    pass_rates: Mapping[str, PassRate] | None = None,
 ) -> RlState:
-    """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
+    """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint.
+
+    `pass_rates` are the problems' tags, for the curriculum.
+    """
     watch = Watch(setup.cfg, telemetry, setup.workdir / METRICS_FILE)
     try:
         # Both spend seconds on imports, so they run concurrently.
@@ -104,7 +115,7 @@ async def run_rl(
                 progress = RlState.of(await learner.restore())
                 learner_notes = await learner.notes()
                 # Stream and collector are rebuilt after a loss, so that prompts continue where the checkpoint left off.
-                stream = PromptStream(problems, seed=setup.seed, position=progress.position)
+                stream = stream_of(setup, problems, pass_rates, progress)
                 sampler = Sampler(
                     engine,
                     judge,
@@ -170,9 +181,13 @@ async def run_steps(
             rollouts.allow_another()
             step_log.log(collected, samples.drops, update, phase.seconds)
             # After `log`, so that the checkpoint includes this step's counts.
-            if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
+            is_last = progress.step == cfg.num_steps or stopping.is_asked()
+            if progress.step % cfg.runtime.checkpoint.every_steps == 0 or is_last:
                 await asyncio.to_thread(step_log.keep)
                 await learner.save(progress.counters())
+            if is_last and progress.step < cfg.num_steps:
+                await learner.finish_save()
+                raise StoppedEarly(f"RL was asked to stop after step {progress.step}")
             step_log.check()
         await curve.finish()
 
@@ -240,6 +255,7 @@ def count_step(
         position=collected.position,
         sampled_tokens=collected.sampled_tokens,
         unfinished=collected.unfinished,
+        memory=collected.memory,
     )
     is_first_update = progress.step == progress.steps_without_update + 1
     if is_first_update and progress.are_ratios_one():
@@ -296,6 +312,24 @@ def speed(collected: StepRollouts, update: Mapping[str, float], seconds: Mapping
 def _shown(setup: RlSetup) -> Path:
     """Return the folder of the answers that are saved for the report while training goes on."""
     return setup.workdir / "scratch" / "shown"
+
+
+def stream_of(
+    setup: RlSetup, problems: Sequence[Problem], pass_rates: Mapping[str, PassRate] | None, progress: RlState
+) -> PromptStream:
+    """Return the stream of prompts where `progress` left it."""
+    curriculum = None
+    if setup.cfg.curriculum is not None:
+        curriculum = Curriculum(
+            problems,
+            setup.cfg.curriculum,
+            seed=setup.seed,
+            samples_per_group=setup.cfg.rollout.samples_per_group,
+            pass_rates=pass_rates or {},
+            step=progress.step,
+            memory=progress.memory,
+        )
+    return PromptStream(problems, seed=setup.seed, position=progress.position, curriculum=curriculum)
 
 
 def rollouts_of(cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress: RlState) -> Rollouts:

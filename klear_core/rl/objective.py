@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from klear_core.config.rl import RlConfig
+from klear_core.config.rl import EntropyTargetConfig, RlConfig
 from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_mean, token_loss
 from klear_core.rl.rows import TrainRow
 from klear_core.rl.step_metrics import TokenStats
@@ -190,6 +190,26 @@ def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
         return HeadOutput(loss, logp_N.detach(), entropy_N.detach())
 
     return head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyBonus:
+    """State of an adaptive entropy bonus: its coefficient, and the weight that the next RL step uses."""
+
+    coef: float
+    weight: float
+
+    def after(self, entropy: float, cfg: EntropyTargetConfig) -> EntropyBonus:
+        """Return the state after a step with this mean entropy e (arXiv 2505.22312, adaptive entropy control):
+
+            coef   <- coef + delta if e < target, else coef - delta, within 0 and max_coef
+            weight <- coef if e <= target, else 0
+
+        The authors measure e before a step, on its rollouts; here it is that of the step before, which costs nothing.
+        """
+        moved = self.coef + (cfg.delta if entropy < cfg.target else -cfg.delta)
+        coef = min(max(moved, 0.0), cfg.max_coef)
+        return EntropyBonus(coef=coef, weight=coef if entropy <= cfg.target else 0.0)
 
 
 def _kl(ref_logp_N: Tensor, logp_N: Tensor, max_log_ratio: float) -> Tensor:

@@ -3,7 +3,8 @@
 These invariants hold in both modes, rounds (here) and continuous (`continuous.py`):
 - Every prompt reaches the learner exactly once or is counted: the group of each position of the stream is in one step's
   `StepRollouts.kept`, or in one step's `drops` with a reason.
-- An answer's problem and seed follow from its position and index alone, so that a resumed run asks the same again.
+- An answer's seed follows from its position and index alone, its problem from the position, with a curriculum also from
+  the groups of the steps before; so a resumed run asks the same again.
 - No token of an answer that is trained on is more than `max_staleness` versions of the weights old.
 - A failure of a judge or a reward function is never a reward: that answer leaves its group and is counted.
 - If nothing is sampled or judged for `stall_timeout_s`, the run ends with an error that says what is pending.
@@ -12,10 +13,9 @@ These invariants hold in both modes, rounds (here) and continuous (`continuous.p
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -27,6 +27,7 @@ from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.prompts import completed, opening_of, render_prompt
 from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import complete_rewards, custom_reward, is_positive, overlong_penalty, reward_of
+from klear_core.rl.stream import POOL_UNIT, Memory, PromptStream, StreamItem
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
 from klear_core.waits import Silence
@@ -35,42 +36,6 @@ if TYPE_CHECKING:
     Tokenizer = Any
 
 _CHECKS_PER_TIMEOUT = 8  # how often to check for a stall, per stall timeout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamItem:
-    """One problem of the stream; the same problem has a new `position` in every epoch."""
-
-    position: int
-    problem: Problem
-
-
-class PromptStream:
-    """Endless stream of problems, shuffled anew for every epoch. The position alone is enough to restore it."""
-
-    def __init__(self, problems: Sequence[Problem], *, seed: int, position: int = 0) -> None:
-        assert problems, "a stream needs a problem"
-        self.position = position
-        # Sorted, so that the order does not depend on how the problems were stored.
-        self._problems = sorted(problems, key=lambda p: p.problem_id)
-        self._seed = seed
-        # The epoch whose order was computed last, with the order; -1 is none.
-        self._order: tuple[int, list[int]] = (-1, [])
-
-    def take(self, count: int) -> list[StreamItem]:
-        """Return the next problems; positions count from 0 and never repeat."""
-        start, self.position = self.position, self.position + count
-        return [self.at(i) for i in range(start, self.position)]
-
-    def at(self, position: int) -> StreamItem:
-        """Return the problem at a position; the stream stays where it is."""
-        epoch, index = divmod(position, len(self._problems))
-        # The order follows from seed and epoch alone, so a restored stream needs only its position.
-        if self._order[0] != epoch:
-            order = list(range(len(self._problems)))
-            random.Random(seed_for(self._seed, "rl/stream", epoch)).shuffle(order)  # noqa: S311
-            self._order = (epoch, order)
-        return StreamItem(position=position, problem=self._problems[self._order[1][index]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +54,8 @@ class StepRollouts:
     """Time from the first request to the last verdict; in continuous mode, since the step before."""
     unfinished: tuple[int, ...] = ()
     """Positions before `position` whose groups are in no step yet: a resumed run samples them again."""
+    memory: Memory = field(default_factory=Memory)
+    """Memory of the prompt stream after this step's groups."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -291,6 +258,7 @@ class Collector:
             drops=drops,
             position=self._stream.position,
             seconds=now() - started,
+            memory=self._stream.end_step(groups),
         )
 
     async def _sample_groups(
@@ -303,8 +271,11 @@ class Collector:
         round_ = _Round(self._cfg, num_wanted)
         for item in items:
             prompt_ids = self._sampler.prompt(item)
+            if item.pool is not None:
+                drops.count(POOL_UNIT, item.pool)
             if prompt_ids is None:
                 drops.count("group", "prompt_too_long")
+                self._stream.reject(item)
                 continue
             samples = range(self._cfg.rollout.samples_per_group)
             round_.add(item, [asyncio.create_task(self._rollout(item, prompt_ids, i)) for i in samples])

@@ -24,6 +24,7 @@ from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
 from klear_core.rl.groups import TRAINED
 from klear_core.rl.losses import TokenLoss, TrainBatch
 from klear_core.rl.rewards import is_well_formed
+from klear_core.rl.stream import POOL_UNIT, POOLS
 from klear_core.train.distributed import World
 from klear_core.types import Completion, FinishReason, Outcome, Rollout, RolloutGroup
 
@@ -180,17 +181,31 @@ def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[s
     """
     rollouts = [r for g in groups for r in g.rollouts]  # all that were sampled, also of groups that were dropped
     by_group, by_rollout = (dict(sorted(drops.of(unit).items())) for unit in ("group", "rollout"))
+    num_asked = sum(by_group.values())
+    num_informative = sum(_is_informative(group) for group in groups)
+    num_tokens = sum(len(r.completion.token_ids) for r in rollouts)
     # `asked` counts all; then each `pop` takes a reason out, so that what is left below are the other reasons.
     metrics = {
-        "rl/groups/asked": float(sum(by_group.values())),
+        "rl/groups/asked": float(num_asked),
         "rl/groups/kept": float(by_group.pop(TRAINED, 0)),
+        "rl/groups/informative": float(num_informative),
+        "rl/groups/informative_frac": num_informative / max(1, num_asked),
+        "rl/groups/informative_per_mtok": num_informative / max(1, num_tokens) * 1e6,
         "rl/rollouts/trained": float(by_rollout.pop(TRAINED, 0)),
         # Present in every step, so that its curve has no gaps; other reasons appear only where they occur.
         "rl/groups/dropped_zero_advantage": float(by_group.pop("zero_advantage", 0)),
     }
     metrics |= {f"rl/groups/dropped_{reason}": float(n) for reason, n in by_group.items()}
     metrics |= {f"rl/rollouts/dropped_{reason}": float(n) for reason, n in by_rollout.items()}
+    if by_pool := drops.of(POOL_UNIT):
+        drawn = sum(by_pool.values())
+        metrics |= {f"rl/curriculum/{pool}_frac": by_pool.get(pool, 0) / drawn for pool in POOLS}
     return metrics | _rewards(rollouts) | _custom_rewards(rollouts) | _lengths(rollouts)
+
+
+def _is_informative(group: RolloutGroup) -> bool:
+    """Return whether a group has right and wrong answers, whatever the filter makes of it."""
+    return len({r.is_positive for r in group.rollouts if r.verdict.outcome.counts_for_model}) == 2
 
 
 def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from klear_core import stopping
 from klear_core.artifacts.manifest import FileRecord, StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.artifacts.remote_paths import RemotePaths, fetch_results, remote_paths_of, send_results
@@ -27,6 +28,7 @@ from klear_core.metrics import SILENT, Telemetry, skipped_note
 from klear_core.prompts import check_template, load_tokenizer
 from klear_core.seeding import seed_for
 from klear_core.sft.examples import TokenStore, build_store, check_store, plan_training
+from klear_core.stopping import StoppedEarly, checkpoint_first
 from klear_core.train.base_model import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.checkpoint_files import fetch_folder, send_folder
@@ -107,7 +109,8 @@ def train_sft(
     with open_scorer(model_folder(model)) as scorer, scoring(scorer, telemetry, stage="sft", workdir=workdir) as scores:
         curve = None if scores is None else cfg.runtime.curve
         job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir, curve=curve, remote=remote)
-        summary, results = run_ranks(partial(_run_rank, job), cfg.runtime, telemetry)
+        with checkpoint_first():
+            summary, results = run_ranks(partial(_run_rank, job), cfg.runtime, telemetry)
         unscored = () if scores is None else scores.finish()
     fetch_results(remote, results, workdir)
     return summary.model_copy(update={"notes": (*warnings, *summary.notes, *unscored)})
@@ -175,9 +178,13 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         telemetry.progress(done, num_steps, f"loss {result.loss:.3f}" if result.is_applied else "update skipped")
         # Before the checkpoint: a killed run makes the models of later steps again, but none of earlier ones.
         points.offer(policy, step=done, num_steps=num_steps)
-        if checkpoints.is_due(done) or done == num_steps:
+        is_last = done == num_steps or world.any(stopping.is_asked())
+        if checkpoints.is_due(done) or is_last:
             send_work(job.workdir)  # the rows of the steps that it counts, if this rank is in the driver's process
             checkpoints.save(done, policy, updater.optimizer, counters)
+        if is_last and done < num_steps:
+            checkpoints.wait()
+            raise StoppedEarly(f"SFT was asked to stop after step {done}")
     checkpoints.wait()  # a run killed from here on resumes behind the last step, and only exports
 
     _export(policy, job, world)

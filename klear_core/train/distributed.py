@@ -243,6 +243,10 @@ class World:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest
 
+    def any(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank (collective call)."""
+        return bool(self.max(torch.tensor(value, dtype=torch.int32, device=self.device)))
+
     def concat(self, value_N: Tensor) -> Tensor:
         """Return the elements of all ranks' tensors, one rank after the other (collective call).
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
 from klear_core.cluster import nodes
-from klear_core.cluster.nodes import cannot_join, when_there
+from klear_core.cluster.nodes import EnginePlan, cannot_join, when_there
+from klear_core.cluster.placement import Node
+from klear_core.config.evaluate import EnginesRuntime, VllmEngineConfig
+from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ResourceError, TrainingError
+from klear_core.generate.factory import EngineSpec
+from klear_core.metrics import NullTelemetry
+from klear_core.train.base_model import model_folder, prepare_base
 
 pytest.importorskip("ray")
+from klear_core.cluster.pools import plan_when_there
 from klear_core.cluster.ray_calls import Restarts
 
 
@@ -75,6 +83,23 @@ def test_the_wait_ends_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(nodes, "_LOOK_S", 0.01)
     with pytest.raises(ResourceError, match="needs 4 GPUs"):
         when_there(too_few_until(10**9), wait_s=0.1)
+
+
+def test_engines_that_sample_wait_for_a_node_that_is_being_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(nodes, "_LOOK_S", 0.01)
+    prepare_base(TinyModelConfig(num_layers=1), seed=0, workdir=tmp_path, telemetry=NullTelemetry())
+    spec = EngineSpec(cfg=VllmEngineConfig(), model_folder=model_folder(tmp_path), num_threads=1, seed=0)
+    looks = iter([[1], [1], [1, 1]])  # GPUs of the nodes
+
+    def found() -> list[Node]:
+        return [Node(name=str(i), num_cpus=1, num_gpus=gpus) for i, gpus in enumerate(next(looks))]
+
+    plan = plan_when_there(spec, runtime=EnginesRuntime(num_engines=2), key="evaluate", nodes=found)
+    assert plan == EnginePlan(num_engines=2, gpus_per_engine=1)
+    assert "waiting up to 1800 s for nodes of the Ray cluster: evaluate.runtime.num_engines = 2" in caplog.text
 
 
 def test_one_machine_alone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

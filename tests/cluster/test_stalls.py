@@ -29,7 +29,8 @@ from klear_core.generate.pool import EnginePool
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.loop import sync_weights
-from klear_core.rl.rollout import Collector, PromptStream, Sampler
+from klear_core.rl.rollout import Collector, Sampler
+from klear_core.rl.stream import PromptStream
 from klear_core.train.base_model import model_folder
 from klear_core.types import Outcome, Problem, Verdict
 from klear_core.waits import loop_watched, tell_after

@@ -13,7 +13,18 @@ import psutil
 import pytest
 from klear_command import Command
 from processes import title
-from small_runs import BEFORE_SFT, GONE_IN_S, Run, assert_same, begin_with, made, stages, until_it_trains, work
+from small_runs import (
+    BEFORE_SFT,
+    GONE_IN_S,
+    Run,
+    assert_same,
+    begin_with,
+    made,
+    stages,
+    steps_in,
+    until_it_trains,
+    work,
+)
 
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.store import LocalStore
@@ -22,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # seconds on a quiet
 
 
 @pytest.mark.timeout(1800)
-def test_a_run_killed_interrupted_and_without_an_actor_goes_on_to_the_same_weights(
+def test_a_run_killed_interrupted_moved_and_without_an_actor_goes_on_to_the_same_weights(
     run: Run, tmp_path: Path, straight: Path
 ):
     workspace = tmp_path / "ws"
@@ -31,7 +42,7 @@ def test_a_run_killed_interrupted_and_without_an_actor_goes_on_to_the_same_weigh
     interrupt_while_it_trains(run, workspace, "rl", signal.SIGTERM)
     assert_same(workspace, straight, "sft", attempts=2)
     lose_the_last_actor(run, workspace)
-    kill_while_it_trains(run, workspace, "rl")
+    move_while_it_trains(run, workspace, "rl")
 
     again = run("--until", "rl")
     assert again.wait() == 0, again.output
@@ -65,6 +76,18 @@ def interrupt_while_it_trains(run: Run, workspace: Path, kind: str, number: sign
     until_it_trains(stopped, workspace, kind)
     assert_ends_well_when_interrupted(stopped, number)
     assert not LocalStore(workspace / "artifacts").folders(kind)
+
+
+def move_while_it_trains(run: Run, workspace: Path, kind: str) -> None:
+    """SIGUSR1 to the whole group, as schedulers send it: the run saves its last step, and says that it is to go on."""
+    moved = run("--until", kind, "--set", f"{kind}.runtime.checkpoint.every_steps=1000")
+    until_it_trains(moved, workspace, kind)
+    assert moved.interrupt(signal.SIGUSR1) == 75, moved.output
+    assert "interrupted; the same command goes on from here" in moved.output
+    assert "Traceback" not in moved.output
+    assert moved.left_over(within_s=GONE_IN_S) == []
+    checkpoints = sorted((work(workspace, kind) / "scratch" / "checkpoints").glob("step-*"))
+    assert int(checkpoints[-1].name.removeprefix("step-")) == max(steps_in(work(workspace, kind)))
 
 
 def assert_ends_well_when_interrupted(stopped: Command, number: signal.Signals) -> None:

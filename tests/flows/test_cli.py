@@ -18,7 +18,7 @@ from klear_core.pipeline.graph import stages_of
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate", "rl", "curate")
-COMMANDS += ("evaluate", "answers", "rejudge", "compare", "publish", "champion", "rollback")
+COMMANDS += ("evaluate", "answers", "rejudge", "compare", "publish", "champion", "rollback", "submit")
 PROFILES = sorted(
     folder.relative_to(ROOT)
     for folder in (ROOT / "configs").iterdir()

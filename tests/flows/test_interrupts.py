@@ -95,6 +95,28 @@ def test_a_termination_of_a_flow_that_comes_while_python_clears_something_away_i
     assert (ended.stdout, ended.stderr) == ("interrupted\n", "")
 
 
+REQUEUED = """
+import signal
+from flows.cli import app, main
+
+@app.command()
+def work():
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        print("tidied up")
+
+main()
+"""
+
+
+def test_a_command_that_is_to_be_started_again_says_so_by_its_status() -> None:
+    command = [sys.executable, "-c", REQUEUED, "work"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert (ended.returncode, ended.stdout) == (75, "tidied up\n"), ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 ENDING = """
 import atexit, time
 from flows.process import exit_at_once_when_interrupted

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
@@ -13,6 +15,7 @@ import pytest
 from evaluations import write_scores
 from manifests import manifest
 
+from flows.process import reliable_interrupts
 from flows.runs import labels_of, lines_of, list_runs
 from flows.runs_page import answer
 from klear_core.artifacts.files import file_lock
@@ -21,10 +24,11 @@ from klear_core.artifacts.runs import LOCK, LOG, RunHistory, RunRecord, RunScore
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.submit import IdleKill
 from klear_core.errors import ConfigError, DataError
 from klear_core.pipeline.graph import fingerprints_of, stages_of
 from tasks.progress import Attempt, console
-from tasks.run_record import RunRecorder, new_record, not_defaults
+from tasks.run_record import RunRecorder, is_idle, new_record, not_defaults
 from tasks.tracking import RunInfo
 
 NOW = datetime.now(UTC)
@@ -225,6 +229,28 @@ def test_a_workspace_that_cannot_be_written_ends_no_run(tmp_path: Path):
     with own.recording(config):
         console().stage_started("sft", attempt=1)
         own.ended("done")
+
+
+def test_a_run_is_idle_if_its_gpus_computed_less_than_the_limit_in_the_whole_time():
+    limit = IdleKill.model_validate("10%/2m")  # four looks
+    assert is_idle([0.9, 0.0, 0.0, 0.1, 0.2], limit)
+    assert not is_idle([0.0, 0.0, 0.0], limit)
+    assert not is_idle([0.0, 0.0, 0.0, 0.4], limit)
+
+
+def test_an_idle_run_is_interrupted_and_its_record_says_why(tmp_path: Path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 3\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    own = RunRecorder(record(1), RunHistory.of(tmp_path), (), idle=IdleKill(below=0.1, window="30s"))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt), reliable_interrupts(), own.recording(PipelineConfig()):
+            time.sleep(600)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    own.ended("cancelled")
+    assert own.record.why == "its GPUs computed less than 10% in 30s: idle_kill"
 
 
 # ---- one run ----

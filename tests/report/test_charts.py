@@ -2,7 +2,22 @@ from __future__ import annotations
 
 import pytest
 
-from klear_core.report.charts import HEIGHT, LEFT, MAX_POINTS, RIGHT, WIDTH, Series, line_chart, nice_ticks, sparkline
+from klear_core.report.charts import (
+    HEIGHT,
+    LEFT,
+    MAX_POINTS,
+    RIGHT,
+    WIDTH,
+    Block,
+    Series,
+    line_chart,
+    nice_ticks,
+    sparkline,
+    timeline,
+)
+from klear_core.rl.interfaces import STEP
+from klear_core.scores import NBSP
+from klear_core.waits import Span
 
 
 def series(*values: float | None) -> Series:
@@ -74,3 +89,48 @@ def test_noise_is_smoothed_and_a_smooth_line_is_not() -> None:
 
 def test_an_empty_series_has_no_sparkline() -> None:
     assert sparkline(series(None)) == ""
+
+
+def span(track: str, name: str, start: float, end: float) -> Span:
+    return Span(track=track, name=name, start=start, end=end)
+
+
+def test_a_timeline_shows_who_works_and_for_whom_the_driver_waits() -> None:
+    """Two steps of ten seconds: six of sampling, in which the second engine is done after three, and four of learning."""
+    spans = [
+        span("rollout actor 0", "sample", 80, 90),
+        span("wait: the learner", "start", 0, 90),
+    ]  # before the first step
+    for start in (100, 110):
+        spans += [
+            span("driver", "sample", start, start + 6),
+            span("driver", "learn", start + 6, start + 10),
+            span("rollout actor 0", "sample", start, start + 6),
+            span("rollout actor 1", "sample", start, start + 3),
+            span("learner", STEP, start + 6, start + 10),
+            span("wait: the engines", "load the weights of version 1", start + 9, start + 10),
+        ]
+    shown = timeline(spans)
+    assert shown is not None
+    assert (shown.num_steps, shown.seconds) == (2, f"20{NBSP}s")
+    assert [(track.name, track.busy) for track in shown.tracks] == [
+        ("driver", ""),
+        ("learner", f"40.0{NBSP}%"),
+        ("rollout actor 0", f"60.0{NBSP}%"),
+        ("rollout actor 1", f"30.0{NBSP}%"),
+    ]
+    learner = shown.tracks[1]
+    assert learner.blocks == tuple(Block(kind="updates", left=left, width=20) for left in (30, 80))
+    assert shown.waits == (("the engines", f"2.0{NBSP}s"),)
+
+
+def test_a_timeline_has_the_last_steps_alone_and_blocks_without_a_gap_are_one() -> None:
+    steps = [span("driver", "sample", 10 * i, 10 * i + 10) for i in range(5)]
+    shown = timeline(steps)
+    assert shown is not None
+    assert (shown.num_steps, shown.seconds) == (3, f"30{NBSP}s")
+    assert shown.tracks[0].blocks == (Block(kind="sampling", left=0, width=100),)
+
+
+def test_a_trace_without_a_step_has_no_timeline() -> None:
+    assert timeline([span("learner", "start", 0, 10)]) is None

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,13 +15,16 @@ from hypothesis import strategies as st
 from rl_builders import low_byte_judge, problem, rl_config
 from virtual_clock import run_virtually
 
-from klear_core.config.rl import RlConfig
+from klear_core.config.rl import CurriculumConfig, RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams
 from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import to_samples
-from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts
+from klear_core.rl.interfaces import RlSetup
+from klear_core.rl.loop import stream_of
+from klear_core.rl.rollout import Sampler, StepRollouts
 from klear_core.rl.state import RlState
+from klear_core.rl.stream import PromptStream
 from klear_core.types import Completion, Judge
 
 PROBLEMS = [problem(f"q{i}") for i in range(1000)]
@@ -101,7 +105,7 @@ async def drive(
     """Take steps as the RL loop does, up to step `until`, from saved progress or the beginning."""
     run = Run(engine, progress=progress or RlState())
     engine.version = run.progress.step
-    stream = PromptStream(PROBLEMS, seed=0, position=run.progress.position)
+    stream = stream_of(RlSetup(cfg=cfg, model=Path(), seed=0, workdir=Path()), PROBLEMS, {}, run.progress)
     sampler = Sampler(engine, judge, Tokenizer(), cfg, seed=0, engine_status=lambda: "the slow engine")
     rollouts = ContinuousRollouts(sampler, stream, cfg, step=run.progress.step, again=run.progress.unfinished)
     async with rollouts as ahead:
@@ -120,6 +124,7 @@ async def drive(
                 position=found.position,
                 sampled_tokens=0,
                 unfinished=found.unfinished,
+                memory=found.memory,
             )
     assert engine.num_open == 0  # nothing runs on when the context is closed
     return run
@@ -194,6 +199,22 @@ def test_a_resumed_run_asks_what_was_in_flight_again_and_trains_nothing_twice(un
     # Every prompt up to the last has one fate: none was forgotten between the two.
     groups = saved.drops.of("group")
     assert sum(groups.values()) == saved.position
+
+
+def test_a_resumed_curriculum_asks_the_same_problems_again():
+    cfg = config(bound=3, num_steps=8, requests=24).model_copy(update={"curriculum": CurriculumConfig()})
+    before = run_virtually(drive(cfg, SlowEngine(), until=3))
+    saved = RlState.of(before.progress.counters())
+    assert saved == before.progress
+    unfinished, drawn = saved.unfinished, saved.memory.drawn
+    assert set(drawn) == set(unfinished)
+    num_seen = len(saved.memory.seen)
+    after = run_virtually(drive(cfg, SlowEngine(), progress=saved))
+    assert set(after.engine.prompts[:24]) == {drawn[position] for position in unfinished[:6]}
+    counts = after.progress.drops
+    assert sum(counts.of("pool").values()) == sum(counts.of("group").values()) == after.progress.position
+    assert len(after.progress.memory.seen) > num_seen > 0
+    assert after.progress.memory.drawn == {}
 
 
 def stream_id(position: int) -> str:

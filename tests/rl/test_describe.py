@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rl_builders import problem
 
@@ -50,6 +52,9 @@ def test_means_are_of_judged_answers_and_lengths_of_all() -> None:
             "rl/groups/kept": 1,
             "rl/groups/dropped_judge_failed": 1,
             "rl/groups/dropped_zero_advantage": 0,
+            "rl/groups/informative": 0,
+            "rl/groups/informative_frac": 0,
+            "rl/groups/informative_per_mtok": 0,
             "rl/rollouts/trained": 2,
             "rl/rollouts/dropped_judge_failed": 1,
             "rl/rollouts/dropped_group_judge_failed": 1,
@@ -61,6 +66,18 @@ def test_means_are_of_judged_answers_and_lengths_of_all() -> None:
             "rl/response/truncated_frac": 1 / 4,
         }
     )
+
+
+def test_a_group_is_informative_with_positive_and_other_judged_answers() -> None:
+    right, wrong = (rollout(score, score=score, num_tokens=5) for score in (1, 0))
+    right = replace(right, is_positive=True)
+    drops = DropCounts()
+    drops.count("group", "trained", 4)
+    pairs = ((right, wrong), (right, right), (wrong, wrong), (right, FAILED))
+    metrics = describe_groups([RolloutGroup(problem=problem("a"), rollouts=pair) for pair in pairs], drops)
+    assert metrics["rl/groups/informative"] == 1
+    assert metrics["rl/groups/informative_frac"] == 1 / 4
+    assert metrics["rl/groups/informative_per_mtok"] == pytest.approx(1e6 / (7 * 5 + 4))
 
 
 def test_when_no_answer_could_be_judged_that_is_what_is_said() -> None:

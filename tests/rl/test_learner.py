@@ -136,8 +136,11 @@ def test_every_form_of_the_loss_trains_on_finite_numbers(
     assert all(torch.isfinite(torch.tensor(v)) for v in metrics.values())
 
 
-def test_resumed_training_equals_uninterrupted_training_bit_for_bit(base: Path, tmp_path: Path) -> None:
-    cfg = rl_config(num_steps=4, old_logps="learner")
+@pytest.mark.parametrize("entropy_target", [None, {"target": 10, "delta": 0.05}], ids=["constant", "adaptive"])
+def test_resumed_training_equals_uninterrupted_training_bit_for_bit(
+    base: Path, tmp_path: Path, entropy_target: dict[str, float] | None
+) -> None:
+    cfg = rl_config(num_steps=4, old_logps="learner", entropy_target=entropy_target)
     batches = [random_samples(6, seed=i) for i in range(4)]
     straight = weights_after(base, tmp_path / "a", cfg, *batches)
     first = learner(base, tmp_path / "b", cfg)
@@ -150,6 +153,17 @@ def test_resumed_training_equals_uninterrupted_training_bit_for_bit(base: Path, 
     for batch in batches[2:]:
         second.step(batch)
     assert same(straight, second.weights())
+
+
+def test_the_entropy_bonus_grows_each_step_below_the_target_and_acts_on_the_weights(base: Path, tmp_path: Path) -> None:
+    """The untrained model has nearly log(256) = 5.5 nats: below 10, above 0."""
+    batches = [random_samples(6, seed=i) for i in range(3)]
+    for target, expected in ((10, [0.01, 0.06, 0.1]), (0, [0.01, 0, 0])):
+        adaptive = {"target": target, "delta": 0.05, "max_coef": 0.1}
+        it = learner(base, tmp_path / f"at_{target}", rl_config(entropy_coef=0.01, entropy_target=adaptive))
+        assert [it.step(batch)["rl/entropy/coef"] for batch in batches] == pytest.approx(expected)
+    constant = weights_after(base, tmp_path / "constant", rl_config(entropy_coef=0.01), *batches)
+    assert not same(constant, it.weights())
 
 
 def test_without_a_checkpoint_there_is_nothing_to_restore(base: Path, tmp_path: Path) -> None:

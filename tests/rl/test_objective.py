@@ -11,9 +11,9 @@ from rl_builders import random_samples, rl_config, sample, scored_samples
 
 from klear_core.config.losses import LOSS_KINDS
 from klear_core.config.rewards import GrpoAdvantage
-from klear_core.config.rl import MismatchConfig, RlConfig
+from klear_core.config.rl import EntropyTargetConfig, MismatchConfig, RlConfig
 from klear_core.rl.losses import TrainBatch
-from klear_core.rl.objective import Denominators, loss_head, make_batch
+from klear_core.rl.objective import Denominators, EntropyBonus, loss_head, make_batch
 from klear_core.rl.rewards import advantages
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.logps import TokenLogps
@@ -130,6 +130,18 @@ def test_entropy_bonus_is_the_mean_entropy() -> None:
     rows = [sample("p", [0], [math.log(0.5)], advantage=0.0)]
     loss, _ = loss_and_logp_grad(rows, [[math.log(0.5)]], rl_config(entropy_coef=0.1))
     assert loss == pytest.approx(-0.1 * math.log(2))
+
+
+def test_the_adaptive_entropy_bonus_by_hand() -> None:
+    """Target 0.2, delta 0.005, at most 0.012: it rises below the target, falls at it or above, and is off above it."""
+    cfg = EntropyTargetConfig(max_coef=0.012)
+    bonus = EntropyBonus(coef=0.0, weight=0.0)
+    found = []
+    for entropy in (0.1, 0.19, 0.15, 0.3, 0.2, 0.25, 0.1):
+        bonus = bonus.after(entropy, cfg)
+        found.append((bonus.coef, bonus.weight))
+    expected = [(0.005, 0.005), (0.01, 0.01), (0.012, 0.012), (0.007, 0), (0.002, 0.002), (0, 0), (0.005, 0.005)]
+    assert found == [pytest.approx(pair) for pair in expected]
 
 
 def test_truncated_importance_weights_scale_tokens_up_to_the_cap() -> None:

@@ -42,8 +42,11 @@ def replayed(base: Path, folder: Path, cfg: RlConfig, step: int, **losses: LossC
 
 
 @pytest.mark.parametrize("old_logps", ["sampler", "learner"])
-def test_the_runs_own_loss_repeats_the_step_to_the_bit(base: Path, tmp_path: Path, old_logps: str) -> None:
-    cfg = saving(1, 3, old_logps=old_logps)
+@pytest.mark.parametrize("entropy_target", [None, {"target": 10, "delta": 0.05}], ids=["constant", "adaptive"])
+def test_the_runs_own_loss_repeats_the_step_to_the_bit(
+    base: Path, tmp_path: Path, old_logps: str, entropy_target: dict[str, float] | None
+) -> None:
+    cfg = saving(1, 3, old_logps=old_logps, entropy_target=entropy_target)
     logged = learn(base, tmp_path, cfg)
     for step in (1, 3):
         found = replayed(base, tmp_path, cfg, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from safetensors.torch import load_file
 from klear_core.artifacts.bucket import LeaseTimes
 from klear_core.artifacts.manifest import DropCounts, LedgerStep, StageSummary
 from klear_core.artifacts.object_store import ObjectStore
-from klear_core.artifacts.records import read_shard
+from klear_core.artifacts.records import read_shard, shard_name, write_shard
 from klear_core.config.evaluate import SamplingConfig, TorchEngineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.settings import RareYieldLimits
@@ -40,9 +41,11 @@ from klear_core.rl.loop import check_trained_share, run_rl, train_rl
 from klear_core.rl.rollout import Lookahead, StepRollouts
 from klear_core.rl.state import RlState
 from klear_core.rl.step_metrics import ShownRollout
+from klear_core.scores import RATES_FOLDER
+from klear_core.stopping import Requeued, checkpoint_first, requeued_by_signal
 from klear_core.train.base_model import model_folder
 from klear_core.train.checkpoint import Counters
-from klear_core.types import Completion, Domain, Judge, Outcome, Problem, TrainSample, Verdict
+from klear_core.types import Completion, Domain, Judge, Outcome, PassRate, Problem, TrainSample, Verdict
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
 
@@ -85,15 +88,30 @@ def test_every_step_logs_the_same_well_formed_names(base: Path, tmp_path: Path) 
     } <= names
 
 
-def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(base: Path, tmp_path: Path) -> None:
-    cfg = rl_config(num_steps=4)
+@pytest.mark.parametrize("curriculum", [None, {}], ids=["uniform", "curriculum"])
+def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(
+    base: Path, tmp_path: Path, curriculum: dict[str, float] | None
+) -> None:
+    cfg = rl_config(num_steps=4, curriculum=curriculum)
     whole, _ = run(cfg, base, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         run(cfg, base, tmp_path / "killed", telemetry=Recorder(fail_at=3))
     resumed, telemetry = run(cfg, base, tmp_path / "killed")
     assert telemetry.steps == [3, 4]
     assert resumed.counters() == whole.counters()
+    assert bool(resumed.memory.seen) == (curriculum is not None)
     assert same_weights(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_curriculum_that_samples_ahead_resumes_with_the_memory_of_its_checkpoint(base: Path, tmp_path: Path) -> None:
+    """Of four prompts a step, each is drawn from one pool, and each step's groups are remembered once."""
+    cfg = rl_config(num_steps=5, max_staleness=1, curriculum={"half_life_steps": 1e9})
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg, base, tmp_path, telemetry=Recorder(fail_at=3))
+    progress, telemetry = run(cfg, base, tmp_path)
+    assert telemetry.steps == [3, 4, 5]
+    assert sum(progress.drops.of("pool").values()) == progress.position == 5 * 4
+    assert sum(seen.judged for seen in progress.memory.seen.values()) == pytest.approx(5 * 4 * 4)
 
 
 def test_a_finished_run_is_not_run_again(base: Path, tmp_path: Path) -> None:
@@ -416,10 +434,50 @@ def test_the_stage_leaves_a_model_sample_answers_and_books_that_add_up(base: Pat
     assert weights(workdir)
 
 
+def test_a_curriculum_reads_the_tags_and_its_pools_are_in_the_ledger(base: Path, tmp_path: Path) -> None:
+    """q0 to q3 were tagged, half right: mixed. The step asks five of six problems, the new ones among them or not."""
+    problems = problem_artifact(tmp_path / "problems", PROBLEMS)
+    tags = [PassRate(problem_id=f"q{i}", num_correct=8, num_scored=16) for i in range(4)]
+    write_shard(problems / RATES_FOLDER / shard_name(0, 1), tags)
+    rollout = {"groups_per_step": 5, "samples_per_group": 4, "sampling": {"max_new_tokens": 8}}
+    cfg = rl_config(num_steps=1, curriculum={}, rollout=rollout, group_filter={"zero_advantage": "off"})
+    _, asked, groups, _ = train(cfg, base, problems, tmp_path / "work").ledger
+    assert (asked.step, asked.num_in, asked.num_out, asked.dropped) == ("curriculum", 6, 5, {"never_finished": 1})
+    assert sum(groups.noted.values()) == groups.num_in == 5
+    assert groups.noted.keys() == {"from_mixed", "from_new"}
+    assert groups.noted["from_mixed"] in (3, 4)
+
+
 def train(cfg: RlConfig, base: Path, problems: Path, workdir: Path) -> StageSummary:
     """The whole stage with the real judge, to whom an untrained model says nothing right."""
     setup, seen = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir), NullTelemetry()
     return train_rl(setup, VerifyConfig(), problems=problems, telemetry=seen, workers=LocalWorkers())
+
+
+class Signalled(Recorder):
+    """Sends SIGUSR1 to this process when a step is logged."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        super().log(metrics, step=step)
+        if step == 2:
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def test_a_run_that_is_to_move_saves_its_step_and_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -> None:
+    runtime = RlRuntime(
+        device="cpu",
+        checkpoint=RlCheckpointConfig(every_steps=100, asynchronous=True),
+        informative=RareYieldLimits(stop_below=0),
+    )
+    cfg = rl_config(num_steps=4, runtime=runtime)
+    whole, _ = run(cfg, base, tmp_path / "whole")
+    with requeued_by_signal(), pytest.raises(Requeued), checkpoint_first():
+        run(cfg, base, tmp_path / "moved", telemetry=Signalled())
+    assert [folder.name for folder in (tmp_path / "moved" / "scratch" / "checkpoints").iterdir()] == ["step-00000002"]
+    resumed, telemetry = run(cfg, base, tmp_path / "moved")
+    assert telemetry.steps == [3, 4]
+    assert resumed.counters() == whole.counters()
+    assert same_weights(tmp_path / "whole", tmp_path / "moved")
 
 
 def test_a_stage_in_which_no_group_taught_anything_is_an_error_whatever_the_floor(base: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The prompt stream, and how prompts become judged groups."""
+"""How prompts become judged groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import FakeAnswer, FakeEngine, SamplingParams, Script
 from klear_core.prompts import build_byte_tokenizer, load_tokenizer
-from klear_core.rl.rollout import Collector, PromptStream, Sampler, StepRollouts
+from klear_core.rl.rollout import Collector, Sampler, StepRollouts
+from klear_core.rl.stream import PromptStream
 from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, Outcome, Problem, Verdict
 
@@ -61,20 +62,6 @@ def collect(
 ) -> tuple[StepRollouts, FakeEngine]:
     it, engine = collector(script, tokenizer, cfg, judge)
     return asyncio.run(it.collect()), engine
-
-
-def test_every_epoch_visits_every_problem_once_in_an_order_of_its_own() -> None:
-    stream = PromptStream([problem(f"q{i}") for i in range(10)], seed=0)
-    first, second = ([p.problem.problem_id for p in stream.take(10)] for _ in range(2))
-    assert sorted(first) == sorted(second) == [f"q{i}" for i in range(10)]
-    assert first != second
-
-
-def test_a_stream_resumes_from_its_position_alone() -> None:
-    problems = [problem(f"q{i}") for i in range(10)]
-    whole = PromptStream(problems, seed=3)
-    whole.take(7)
-    assert PromptStream(problems[::-1], seed=3, position=7).take(8) == whole.take(8)
 
 
 def test_every_answer_is_a_request_of_its_own_with_a_seed_of_its_own(tokenizer: object) -> None:

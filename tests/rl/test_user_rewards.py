@@ -21,8 +21,9 @@ from klear_core.generate.engine import FakeAnswer, FakeEngine
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.groups import keep_informative, to_samples
 from klear_core.rl.rewards import UserRewards, custom_reward, with_failed_values
-from klear_core.rl.rollout import Collector, PromptStream, Sampler, StepRollouts
+from klear_core.rl.rollout import Collector, Sampler, StepRollouts
 from klear_core.rl.step_metrics import describe_groups
+from klear_core.rl.stream import PromptStream
 from klear_core.train.base_model import model_folder
 from klear_core.types import FAILED_ON_ANSWER, Completion, Outcome, Problem, Rollout, RolloutGroup, Verdict
 from klear_core.verify import JudgePool

@@ -7,9 +7,11 @@ import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,8 @@ from klear_core.config.train import TrainRuntime
 from klear_core.errors import DataError, TrainingError
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.sft.loop import train_sft
-from klear_core.train.distributed import World
+from klear_core.stopping import Requeued, checkpoint_first, is_asked, requeued_by_signal
+from klear_core.train.distributed import Body, World
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -155,6 +158,35 @@ def test_an_error_is_raised_as_itself_and_a_dead_rank_is_named(cluster: Cluster)
         gang.close()
 
     asyncio.run(drive())
+
+
+def ask_at_the_start(body: Body[Any], runtime: TrainRuntime, telemetry: Telemetry) -> Any:
+    signal.raise_signal(signal.SIGUSR1)
+    return run_on_ray(body, runtime, telemetry)
+
+
+def test_a_gang_that_is_to_move_saves_a_step_before_it_ends(cluster: Cluster, tmp_path: Path) -> None:
+    model, traces = inputs(tmp_path / "in")
+    cfg = config(every_steps=1000, num_workers=2, num_epochs=100)
+    with requeued_by_signal(), pytest.raises(Requeued):
+        train_sft(cfg, model=model, traces=traces, seed=5, workdir=tmp_path / "moved", run_ranks=ask_at_the_start)
+    (checkpoint,) = (tmp_path / "moved" / "scratch" / "checkpoints").iterdir()
+    assert 1 <= int(checkpoint.name.removeprefix("step-")) < 450  # of so many
+
+
+def die_when_asked(world: World, telemetry: Telemetry) -> None:
+    """Die as a rank does that got the signal, too."""
+    while not world.any(is_asked()):
+        time.sleep(0.01)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+def test_ranks_that_die_after_the_signal_are_not_started_again(cluster: Cluster) -> None:
+    runtime = TWO.model_copy(update={"max_restarts": 5})
+    with requeued_by_signal(), pytest.raises(Requeued), checkpoint_first():
+        ask_at_the_start(die_when_asked, runtime, NullTelemetry())
 
 
 class SeesGpus(RankActor):

@@ -1,6 +1,7 @@
 """SFT end to end on a tiny model: it learns, it says so, and a killed run ends where an unbroken one does."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from sft_traces import config, inputs, trace
 from transformers import AutoModelForCausalLM
 
 from klear_core.artifacts.records import shard_name, write_shard
-from klear_core.config.train import LoraConfig, SftOptimConfig, SftRuntime
+from klear_core.config.train import CheckpointConfig, LoraConfig, SftOptimConfig, SftRuntime
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import CHAT_TEMPLATE, load_tokenizer
 from klear_core.sft.loop import train_sft
+from klear_core.stopping import Requeued, requeued_by_signal
 from klear_core.train.inline_eval import no_scorer
 
 
@@ -131,6 +133,31 @@ def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(given, tmp_path, 
     for step, row in again.rows.items():
         assert row["sft/loss/train"] == whole.rows[step]["sft/loss/train"]
     assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+class Signalled(Recorder):
+    """Sends SIGUSR1 to this process when a step is logged."""
+
+    def log(self, metrics, *, step):
+        self.rows[step] = dict(metrics)
+        if step == self.die_at:
+            signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_that_is_to_move_saves_its_step_and_ends_with_the_weights_of_an_unbroken_one(
+    given, tmp_path, asynchronous
+):
+    checkpoint = CheckpointConfig(every_steps=100, asynchronous=asynchronous)
+    runtime = SftRuntime(device="cpu", checkpoint=checkpoint)
+    run(given, tmp_path / "whole", runtime=runtime)
+    with requeued_by_signal(), pytest.raises(Requeued):
+        run(given, tmp_path / "moved", Signalled(4), runtime=runtime)
+    assert [folder.name for folder in (tmp_path / "moved" / "scratch" / "checkpoints").iterdir()] == ["step-00000004"]
+    again = Recorder()
+    run(given, tmp_path / "moved", again, runtime=runtime)
+    assert sorted(again.rows) == [5, 6, 7, 8, 9]
+    assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "moved"))
 
 
 def test_a_run_killed_after_its_last_step_only_exports(given, tmp_path):

@@ -50,6 +50,7 @@ def test_every_measure_of_the_gpu_benchmark_comes_out_of_a_tiny_model_on_cpu(dty
         for what in ("mfu", "tokens_per_s", "memory")
     }
     assert runs | {"gpu/product/tflops", "gpu/peak/tflops", "head/products", "head/is_compiled"} <= found.keys()
+    assert {"weight_sync/seconds", "weight_sync/rate"} <= found.keys()
     for name, measure in found.items():
         assert math.isfinite(measure["value"]), name
         assert measure["value"] > 0 or name.endswith(("memory", "is_compiled")), name

@@ -131,6 +131,7 @@ RIGHT: dict[str, list[tuple[str, str]]] = {
         (r"\$180", r"\textbf{\$180}"), ("3 - i", r"\boldsymbol{3-i}"), (r"\boldsymbol{42}", "42"), (r"\color{red}{42}", "42"),
         ("**42**", "42"), ("42.", "42"), ("17", r"{\large\textbf{17}}"), ("17", r"\textcolor{blue}{\mathbf{17}}"),
         ("17", "***17***"), ("17", "_17_"), ("17", "'17'"), ("17", r"\fcolorbox{red}{white}{17}"),
+        ("17", r"\bbox[5px, yellow]{17}"), ("17", r"\enclose{box}{17}"), ("17", r"\class{ans}{17}"),
         ("17", r"\underline{\mathbf{17}}"), ("17", r"\mathrm{17}."), ("17", r"\text{17.}"), ("17", "**17.**"),
         ("17", r"17 \,."), ("17", r"\boxed{\textbf{17}}"), ("17", r"\begin{equation}17\end{equation}"),
         ("17", r"\begin{align*}17\end{align*}"), ("17", "[17]"), ("17", r"\left[17\right]"), ("17", r"\quad 17"),

@@ -37,7 +37,7 @@ TOKEN_SHARES = {
 """Metrics with the share of trained tokens whose ratio r left the clip range, by sign of the advantage A and side of
 the range. PPO's clip drops the gradient of the first two kinds."""
 
-_MAX_RATIO, _ENTROPY = "rl/ratio/max", "rl/entropy/mean"
+_MAX_RATIO, _ENTROPY, _INFORMATIVE = "rl/ratio/max", "rl/entropy/mean", "rl/groups/informative"
 
 
 class RunResult(Settings):
@@ -59,6 +59,10 @@ class RunResult(Settings):
     """Number of RL steps that trained, or of SFT updates."""
     num_tokens: int | None = None
     """Tokens that SFT trained on; None for RL."""
+    sampled_tokens: int | None = None
+    """Tokens of all answers that RL sampled; None for SFT and in files of earlier versions."""
+    informative_groups: int | None = None
+    """Sampled groups with right and wrong answers, trained on or not; None for SFT and in files of earlier versions."""
     num_lacking: int = 0
     """Number of those steps that lack one of the metrics above (skipped updates, in files of earlier versions). Means
     are over the steps that have the metric."""
@@ -74,14 +78,22 @@ class RunResult(Settings):
 
 
 def read_run(
-    *, rl: Path, before: Path, after: Path, commit: str | None = None, scored_on: Collection[str] = ()
+    *,
+    rl: Path,
+    before: Path,
+    after: Path,
+    commit: str | None = None,
+    sampled_tokens: int | None = None,
+    scored_on: Collection[str] = (),
 ) -> RunResult:
     """Read a run's result from the artifact folders of its RL stage and of the evaluations before and after it.
 
-    Scores are means over the benchmarks `scored_on`, all if none. Raise ArtifactError if RL trained on no token.
+    `commit` and `sampled_tokens` are those of the RL stage's manifest. Scores are means over the benchmarks
+    `scored_on`, all if none. Raise ArtifactError if RL trained on no token.
     """
+    rows = read_metrics(rl / METRICS_FILE)
     # only rows of steps that trained have the entropy
-    steps = [row for row in read_metrics(rl / METRICS_FILE) if _ENTROPY in row]
+    steps = [row for row in rows if _ENTROPY in row]
     columns = {name: _numbers(steps, name) for name in (*TOKEN_SHARES.values(), _MAX_RATIO, _ENTROPY)}
     if not all(columns.values()):
         raise ArtifactError(
@@ -91,6 +103,7 @@ def read_run(
     num_complete = 0
     for row in steps:
         num_complete += all(row.get(name) is not None for name in columns)
+    informative = _numbers(rows, _INFORMATIVE)
     scores = _scores(_reports(after, scored_on))
     return RunResult(
         before=fmean(_scores(_reports(before, scored_on)).values()),
@@ -102,6 +115,8 @@ def read_run(
         max_ratio=max(columns[_MAX_RATIO]),
         entropy=columns[_ENTROPY][-1],
         num_steps=len(steps),
+        sampled_tokens=sampled_tokens,
+        informative_groups=int(sum(informative)) if informative else None,
         num_lacking=len(steps) - num_complete,
     )
 

@@ -256,14 +256,19 @@ def as_markdown(table: AblationTable) -> str:
 
     Behind each mean is the range over seeds. The columns `95 %` hold Student's t intervals of the mean.
     """
-    is_rl = any(run.token_shares for row in table.rows for run in row.runs.values())
+    runs = [run for row in table.rows for run in row.runs.values()]
+    is_rl = any(run.token_shares for run in runs)
+    # Files of earlier versions lack the counts, and their tables stay as they were.
+    has_yield = is_rl and all(run.sampled_tokens and run.informative_groups is not None for run in runs)
     others = [row for row in table.rows if row.reference not in ("", table.reference, row.variant)]
     minus = "minus its reference" if others else f"minus {table.reference}"
     head = ["variant", "lr", "avg@n (range)", "95 %", f"{minus} (range)", "95 %", "p (test)"]
     head += ["collapsed (at most)", *TOKEN_SHARES, "max r", "entropy"] if is_rl else ["updates", "tokens"]
+    head += ["sampled tokens", "informative groups per million"] if has_yield else []
     lines = [_line(head), _line(["---"] * len(head))]
     for row in table.rows:
-        lines.append(_line([*_cells(row), *(_rl_cells(row) if is_rl else _sft_cells(row))]))
+        cells = [*_cells(row), *(_rl_cells(row) if is_rl else _sft_cells(row))]
+        lines.append(_line([*cells, *(_yield_cells(row) if has_yield else ())]))
     lines.append("")
     for row in table.rows:
         if row.learning_rate is not None:  # a row without a rate repeats runs of other rows
@@ -346,6 +351,14 @@ def _rl_cells(row: TableRow) -> list[str]:
     max_ratio = max(run.max_ratio or 0 for run in runs)
     entropy = fmean(run.entropy or 0 for run in runs)
     return [*cells, f"{max_ratio:.3g}", f"{entropy:.3f}"]
+
+
+def _yield_cells(row: TableRow) -> list[str]:
+    """Return the mean number of sampled tokens, and the groups with right and wrong answers per million of them."""
+    runs = row.runs.values()
+    num_tokens = sum(run.sampled_tokens or 0 for run in runs)
+    num_groups = sum(run.informative_groups or 0 for run in runs)
+    return [f"{num_tokens / len(runs):,.0f}", f"{1e6 * num_groups / num_tokens:,.0f}"]
 
 
 def _lines_beside(beside: BesidePaper, benchmarks: Sequence[str]) -> list[str]:

@@ -17,8 +17,8 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.train import SftConfig
 from klear_core.generate.model_size import ModelSize
 
-_LOGITS = 1 << 28
-"""Logits that the head holds at a time on CUDA (`train.logps.CHUNK_LOGITS_CUDA`; importing that loads torch)."""
+_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
+"""Logits that the head holds at a time (`train.logps.CHUNK_LOGITS_CUDA`, `CHUNK_LOGITS`; importing that loads torch)."""
 _MOMENTS_BYTES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
 """Bytes of a weight's two moments: in float32, or in 8 bits with one float32 scale per 256 values."""
 
@@ -44,6 +44,8 @@ class LearnerLoad:
     """Bytes of both moments of a weight that trains."""
     is_offloaded: bool = False
     """Weights, gradients and moments are in host memory (`runtime.cpu_offload`)."""
+    is_on_cpu: bool = False
+    """The rank computes on a CPU, where the head takes fewer logits at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +63,25 @@ class LearnerPeak:
 
 
 def learner_load(training: SftConfig | RlConfig) -> LearnerLoad:
-    """Return the load of a rank: its largest micro-batch is a full one, or the longest row if that is longer."""
+    """Return the load of a rank.
+
+    Its largest micro-batch is a full one, or the longest row if that is longer, but never more than all rows of an
+    update.
+    """
     runtime, has_reference = training.runtime, False
     if isinstance(training, RlConfig):
         longest = training.rollout.max_prompt_tokens + training.rollout.sampling.max_new_tokens
+        rows_of_step = training.rollout.groups_per_step * training.rollout.samples_per_group
+        num_rows = -(-rows_of_step // training.minibatches_per_step)
         has_reference = training.kl_coef > 0 and training.lora is None
     else:
-        longest = training.max_tokens
+        longest, num_rows = training.max_tokens, training.rows_per_step
+    num_tokens = min(max(longest, runtime.tokens_per_microbatch), num_rows * longest)
     value_bytes = 2 if training.dtype == "bfloat16" else 4
     adapter_rank = None if training.lora is None else training.lora.rank
     return LearnerLoad(
         num_ranks=runtime.num_workers,
-        num_tokens=-(-max(longest, runtime.tokens_per_microbatch) // runtime.context_parallel),
+        num_tokens=-(-num_tokens // runtime.context_parallel),
         value_bytes=value_bytes,
         has_checkpointing=runtime.activation_checkpointing,
         keep_layers=runtime.keep_layers,
@@ -80,6 +89,7 @@ def learner_load(training: SftConfig | RlConfig) -> LearnerLoad:
         adapter_rank=adapter_rank,
         moments_bytes=_MOMENTS_BYTES[training.optim.kind],
         is_offloaded=runtime.cpu_offload,
+        is_on_cpu=runtime.device == "cpu",
     )
 
 
@@ -167,7 +177,8 @@ def _last_values(size: ModelSize, load: LearnerLoad) -> float:
 def _head_bytes(size: ModelSize, load: LearnerLoad) -> float:
     """Return the bytes that the head holds: logits of a chunk in float32, and the gradients of logits and states."""
     b, t, h = load.value_bytes, load.num_tokens, size.hidden_size
-    chunk = (4 + b) * _chunk_tokens(t, size.vocab_size) * size.vocab_size
+    logits = _LOGITS["cpu" if load.is_on_cpu else "cuda"]
+    chunk = (4 + b) * _chunk_tokens(t, size.vocab_size, logits) * size.vocab_size
     if load.adapter_rank is not None:
         return chunk + b * t * h
     # 4 bytes per weight for the head's gradient. After the last chunk it is cast, while its float32 sum is still there.
@@ -262,8 +273,8 @@ def _embedding_gradient(size: ModelSize, load: LearnerLoad) -> dict[str, float]:
     return {"gradients being summed": max(summed, joined)}
 
 
-def _chunk_tokens(num_tokens: int, vocab_size: int) -> int:
+def _chunk_tokens(num_tokens: int, vocab_size: int, max_logits: int) -> int:
     """Return the tokens whose logits are held at a time, as `train.logps.chunk_size` does."""
-    most = max(1, _LOGITS // vocab_size)
+    most = max(1, max_logits // vocab_size)
     num_chunks = max(1, -(-num_tokens // most))
     return -(-num_tokens // num_chunks)

@@ -88,12 +88,12 @@ def pool_problems(work: PendingWork) -> Iterator[str]:
     yield from pool_problems_on(nodes, work)
 
 
-def pool_problems_on(nodes: Sequence[Node], work: PendingWork) -> Iterator[str]:
+def pool_problems_on(nodes: Sequence[Node], work: PendingWork, *, elsewhere: bool = False) -> Iterator[str]:
     """Yield a problem for each stage that samples with engines for which these nodes have no room.
 
-    The devices of this machine are checked by `machine_problems`, which asks torch for them.
+    Devices of this machine are checked by `machine_problems`, which asks torch for them; nodes may be `elsewhere`.
     """
-    if joins_a_cluster():
+    if elsewhere or joins_a_cluster():
         yield from _devices_missing(work, has_gpu=lambda: any(node.num_gpus for node in nodes))
     sampling: dict[str, EvaluateConfig | TagConfig | LocalTeacherConfig] = {}
     # All models are evaluated with the settings of one section.

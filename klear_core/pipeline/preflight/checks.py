@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from klear_core.cluster.placement import Node
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.load import as_option
 from klear_core.config.pipeline import PipelineConfig
@@ -20,7 +21,13 @@ from klear_core.distill.teachers.fleet import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ConfigError
 from klear_core.evaluate.stats.intervals import least_half_width
 from klear_core.pipeline.plan import PendingWork, num_problems
-from klear_core.pipeline.preflight.capacity import disk_problem, machine_problems, memory_problems, pool_problems
+from klear_core.pipeline.preflight.capacity import (
+    disk_problem,
+    machine_problems,
+    memory_problems,
+    pool_problems,
+    pool_problems_on,
+)
 from klear_core.pipeline.preflight.data_checks import (
     benchmark_problems,
     error_messages,
@@ -43,6 +50,7 @@ from klear_core.pipeline.preflight.model_checks import (
     length_problems,
     model_problems,
     placement_problems,
+    problems_on,
 )
 
 
@@ -74,6 +82,16 @@ def problems_with(
     work = replace(PendingWork.of(config, chosen, again), keys=keys)
     # Several stages may lack the same thing, such as the base model: it is said once.
     return list(dict.fromkeys(problem for check in _CHECKS for problem in check(work)))
+
+
+def problems_on_nodes(
+    config: PipelineConfig, nodes: Sequence[Node], chosen: Collection[str] | None = None
+) -> list[str]:
+    """Return what would stop a run on these nodes. Devices, disk and sandbox of this machine do not count."""
+    work = PendingWork.of(config, chosen, ())
+    checks: list[Callable[[PendingWork], Iterator[str]]] = [check for check in _CHECKS if check not in _OF_THIS_MACHINE]
+    checks += [partial(pool_problems_on, nodes, elsewhere=True), partial(problems_on, nodes, elsewhere=True)]
+    return list(dict.fromkeys(problem for check in checks for problem in check(work)))
 
 
 def _input_problems(work: PendingWork) -> Iterator[str]:
@@ -173,6 +191,15 @@ _CHECKS = (
     machine_problems,
     pool_problems,
     memory_problems,
+    placement_problems,
+    sandbox_problems,
+    _workspace_problems,
+)
+
+_OF_THIS_MACHINE = (
+    cuda_problems,
+    machine_problems,
+    pool_problems,
     placement_problems,
     sandbox_problems,
     _workspace_problems,

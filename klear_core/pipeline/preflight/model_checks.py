@@ -175,10 +175,10 @@ def placement_problems(work: PendingWork) -> Iterator[str]:
         yield from problems_on(nodes, work)
 
 
-def problems_on(nodes: Sequence[Node], work: PendingWork) -> Iterator[str]:
-    """Yield why the learners and engines of a stage cannot be placed on these nodes."""
+def problems_on(nodes: Sequence[Node], work: PendingWork, *, elsewhere: bool = False) -> Iterator[str]:
+    """Yield why the learners and engines of a stage cannot be placed on these nodes, here or `elsewhere`."""
     size = planned_size(work.config.start_model)
-    has_no_device = not any(node.num_gpus for node in nodes) and not joins_a_cluster()
+    has_no_device = not any(node.num_gpus for node in nodes) and not (elsewhere or joins_a_cluster())
     for stage in work.stages:
         training = stage.job.training()
         if training is None:
@@ -245,10 +245,15 @@ def place_training(training: SftConfig | RlConfig, size: ModelSize | None, nodes
     return place_rl(runtime, engine, gpus, nodes)
 
 
-def placement_lines(stages: Collection[Stage], size: ModelSize | None) -> Iterator[str]:
-    """Yield where the processes of each training run, one line per node in use; nothing if they cannot be placed."""
+def placement_lines(
+    stages: Collection[Stage], size: ModelSize | None, nodes: Sequence[Node] | None = None
+) -> Iterator[str]:
+    """Yield where the processes of each training run, one line per node in use; nothing if they cannot be placed.
+
+    `nodes` are those of the run; None: this machine, or the cluster at RAY_ADDRESS.
+    """
     try:
-        nodes = known_nodes()
+        nodes = known_nodes() if nodes is None else nodes
     except ResourceError:
         return  # a problem of the run, which is shown as such
     for stage in stages:

@@ -15,7 +15,7 @@ from klear_core.artifacts.manifest import Manifest, StageSummary
 from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.stage import Job, RlJob, SftJob
 from klear_core.report import charts
-from klear_core.report.charts import LineChart, Series, line_chart, sparkline
+from klear_core.report.charts import LineChart, Series, Timeline, line_chart, sparkline, timeline
 from klear_core.report.run import lineage
 from klear_core.report.run.claims import Headline, headline
 from klear_core.report.run.data import Facts, MissingStage, ReportInputs, StageFacts, read_facts
@@ -24,6 +24,7 @@ from klear_core.report.run.sections import Setting, StageLedger, changed_setting
 from klear_core.report.run.shown_answers import Examples, Product, pick_examples, product_of
 from klear_core.report.run.warnings import Notice, notices
 from klear_core.scores import duration, number, percent
+from klear_core.waits import TRACE_FILE, read_trace
 
 # ---- curves ----
 # Choose which metrics share a chart, and under which title. Metrics without a chart are listed in a table.
@@ -69,6 +70,7 @@ class StageCurves:
     title: str
     charts: tuple[LineChart, ...]
     phases: tuple[Phase, ...]
+    timeline: Timeline | None
     others: tuple[OtherMetric, ...]
 
 
@@ -187,7 +189,15 @@ def _curves(stage: StageFacts | MissingStage) -> StageCurves:
     phases = _phases(by_name)
     others = [_other(s) for name, s in by_name.items() if name not in named]
     title = stage.stage.title + (" (failed)" if isinstance(stage, MissingStage) else "")
-    return StageCurves(stage=stage.name, title=title, charts=tuple(drawn), phases=phases, others=tuple(others))
+    spans = read_trace(stage.folder / TRACE_FILE) if isinstance(stage, StageFacts) else []
+    return StageCurves(
+        stage=stage.name,
+        title=title,
+        charts=tuple(drawn),
+        phases=phases,
+        timeline=timeline(spans),
+        others=tuple(others),
+    )
 
 
 def _curve_of(stage: StageFacts | MissingStage) -> InlineEvalJob | None:

@@ -156,6 +156,11 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         # Colours: what is coloured stays.
         ("color", r"\\(?:text)?color\s*(?:\[[a-zA-Z]+\])?\s*\{[^{}]*\}", " "),
         ("colorbox", r"\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}|\\colorbox\s*\{[^{}]*\}", r"\\fbox"),
+        (
+            "bbox class style enclose",
+            r"\\bbox\s*(?:\[[^\[\]]*\])?(?=\s*\{)|\\(?:class|style|cssId|enclose)\s*\{[^{}]*\}(?=\s*\{)",
+            r"\\fbox",
+        ),
         # Fonts; sets of numbers have one name each.
         ("mathbb mathds Bbb", r"\\(?:mathbb|mathds|Bbb)\s*\{?\s*([A-Z])(?![a-zA-Z])\s*\}?", r"\\mathbb{\1}"),
         (

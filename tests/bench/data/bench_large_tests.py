@@ -172,7 +172,7 @@ def _rl(folder: Path) -> dict[str, float]:
     from klear_core.config.rl import PromptFilterConfig
     from klear_core.config.verify import VerifyConfig
     from klear_core.rl.groups import choose_problems
-    from klear_core.rl.rollout import PromptStream
+    from klear_core.rl.stream import PromptStream
     from klear_core.types import Verdict
     from klear_core.verify import build_judge_pool
 

@@ -40,8 +40,9 @@ from klear_core.generate.factory import num_slots
 from klear_core.generate.model_size import engine_fit, known_size
 from klear_core.metrics import METRICS_FILE, NullTelemetry
 from klear_core.rl.loop import StepLog, rollouts_of, run_steps
-from klear_core.rl.rollout import PromptStream, Sampler
+from klear_core.rl.rollout import Sampler
 from klear_core.rl.state import Curve, RlState, Watch
+from klear_core.rl.stream import PromptStream
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 TURNS_S = 30.0

@@ -1,5 +1,5 @@
-"""Training a Qwen3-1.7B of random weights on one GPU: how near SFT steps and RL updates come to its peak, what length costs, and
-what the fused head costs beside its bare matrix products.
+"""Training a Qwen3-1.7B of random weights on one GPU: how near SFT steps and RL updates come to its peak, what length costs,
+what the fused head costs beside its bare matrix products, and with several GPUs what sending new weights to engines costs.
 
 Needs torch, transformers and pydantic, no tokenizer and no file: see tests/gpu/README.md for how to run it on a bare machine.
 MFU is `klear_core.train.model` over the peak of NVIDIA's data sheet, or over a measured product for a device that is not in its table.
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from statistics import median
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,8 @@ from torch import Tensor
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import AttentionKernel, OptimConfig
 from klear_core.errors import ConfigError
+from klear_core.generate.engine import dump_offer
+from klear_core.generate.weight_transfer import WeightServer, specs_of
 from klear_core.hf_config import HfConfig
 from klear_core.rl.objective import Denominators, loss_head, make_batch
 from klear_core.rl.step_metrics import TokenStats
@@ -120,6 +126,7 @@ def measures(plan: Plan) -> Iterator[Measure]:
             registry.leave_out(name, "measured")
     with suppress(torch.OutOfMemoryError):
         yield from _of_length(plan, peak, f"length_{longest}/recompute_none", longest, activation_checkpointing=False)
+    yield from _weight_sync(plan)
 
 
 def _of_length(
@@ -129,6 +136,83 @@ def _of_length(
     yield _entry(plan, f"{name}/tokens_per_s", run.tokens / run.seconds, "tokens/s")
     yield _entry(plan, f"{name}/mfu", run.flop / run.seconds / peak, "of peak")
     yield _entry(plan, f"{name}/memory", run.gigabytes, "GB")
+
+
+# ---- weight sync ----
+
+
+_ENGINE = """
+import sys
+from klear_core.generate.engine import load_offer
+from klear_core.generate.weight_transfer import fetch
+
+print("ready", flush=True)
+for line in sys.stdin:
+    print(sum(tensor.nbytes for _, tensor in fetch(load_offer(line), rank=1)), flush=True)
+"""
+"""What an engine does of a transfer: it receives the weights, and has no use for them."""
+
+
+def _weight_sync(plan: Plan) -> Iterator[Measure]:
+    """Seconds in which the model's weights go from this process to all other GPUs at once, as in an RL step.
+
+    NCCL refuses two processes on one GPU, so with a single one there is nothing to measure.
+    """
+    is_on_gpu = plan.device.type == "cuda"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if is_on_gpu else ""
+    devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count() if is_on_gpu else 2)]
+    weights = _weights(plan)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    server = WeightServer("127.0.0.1", timeout_s=300)
+    with ExitStack() as stack:
+        engines = [stack.enter_context(_engine(device)) for device in devices[1:]]
+        times = []
+        for version in range(plan.warmups + plan.repeats if engines else 0):
+            _synchronize(plan)
+            started = time.perf_counter()
+            backend: Literal["gloo", "nccl"] = "nccl" if is_on_gpu else "gloo"
+            offer = server.offer(specs_of(weights), version=version, backend=backend, num_ranks=1)
+            for index, engine in enumerate(engines):
+                engine(dump_offer(replace(offer, engine=index)))
+            lost = server.send(offer, weights.items(), range(len(engines)))
+            assert not lost, lost
+            assert [engine("") for engine in engines] == [str(num_bytes)] * len(engines)
+            times.append(time.perf_counter() - started)
+    if times:
+        seconds = median(times[plan.warmups :])
+        yield _entry(plan, "weight_sync/seconds", seconds, f"s to {len(engines)} engines at once over {backend}")
+        yield _entry(plan, "weight_sync/rate", num_bytes * len(engines) / seconds / 1e9, "GB/s out of one process")
+
+
+def _weights(plan: Plan) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        hf = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**plan.model))
+    make = partial(torch.randn, device=plan.device, dtype=DTYPES[plan.dtype])
+    return {name: make(p.shape) for name, p in hf.named_parameters()}
+
+
+@contextmanager
+def _engine(device: str) -> Iterator[Callable[[str], str]]:
+    """Yield a function that sends a line to a process with this GPU, or with no line returns the next of its own."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": device}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", _ENGINE]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        to, of = process.stdin, process.stdout
+
+        def talk(line: str) -> str:
+            if not line:
+                return of.readline().strip()
+            to.write(line + "\n")
+            return ""
+
+        try:
+            assert talk("") == "ready"
+            yield talk
+        finally:
+            to.close()  # it ends with its input
 
 
 def _entry(

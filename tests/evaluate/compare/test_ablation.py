@@ -210,3 +210,22 @@ def test_the_table_by_hand() -> None:
         "- no result: mine, lr 0.0002, seed 3: stalled",
     ]
     assert AblationTable.model_validate_json(table.model_dump_json()) == table
+
+
+def test_runs_that_counted_informative_groups_show_them_per_million_sampled_tokens(tmp_path: Path) -> None:
+    """3 + 2 groups in 20,000 tokens, also of a step that did not train; 250 per million. A run without counts hides the columns."""
+    untrained = {"rl/groups/informative": 2.0}
+    rl = an_rl_stage(tmp_path / "rl", trained(0.02, 2.0, 0.5) | {"rl/groups/informative": 3.0}, untrained)
+    before, after = an_evaluation(tmp_path / "before", 0.5), an_evaluation(tmp_path / "after", 0.8)
+    run = read_run(rl=rl, before=before, after=after, sampled_tokens=20_000)
+    assert (run.informative_groups, run.sampled_tokens) == (5, 20_000)
+
+    def lines(other: RunResult) -> list[str]:
+        rows = rows_of({"paper": {2e-4: {1: run, 2: other}}}, "paper")
+        return as_markdown(AblationTable(reference="paper", rows=rows, failures={})).splitlines()
+
+    head, _, row, *_ = lines(run)
+    assert head.endswith("| entropy | sampled tokens | informative groups per million |")
+    assert row.endswith("| 0.500 | 20,000 | 250 |")
+    head, _, row, *_ = lines(run.model_copy(update={"sampled_tokens": None}))
+    assert head.endswith("| entropy |")

@@ -55,6 +55,44 @@ def test_a_row_longer_than_a_micro_batch_counts_in_full() -> None:
     assert learner_load(long).num_tokens == 32768
 
 
+def test_a_micro_batch_has_no_more_tokens_than_the_rows_of_an_update() -> None:
+    assert learner_load(SftConfig(max_tokens=192, rows_per_step=16)).num_tokens == 16 * 192
+    rollout = RolloutConfig(
+        groups_per_step=12, samples_per_group=8, max_prompt_tokens=100, sampling=SamplingConfig(max_new_tokens=64)
+    )
+    assert learner_load(RlConfig(rollout=rollout, minibatches_per_step=2)).num_tokens == 12 * 8 // 2 * (100 + 64)
+
+
+SMOL = ModelSize(
+    vocab_size=49_152,
+    hidden_size=576,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    mlp_size=1536,
+    is_tied=True,
+    is_fused=True,
+)
+"""SmolLM2-135M."""
+
+
+def test_short_rows_of_a_small_model_on_a_cpu_need_what_can_be_counted_by_hand() -> None:
+    """16 rows of 192 tokens, all in float32, as in configs/smol: 6 GB, where a full micro-batch would need 26."""
+    cfg = SftConfig(max_tokens=192, rows_per_step=16, dtype="float32", runtime=SftRuntime(device="cpu"))
+    state = 16 * SMOL.num_params  # weight, gradient and two moments
+    assert SMOL.num_params == 49_152 * 576 + 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)
+    # A token of a layer: inputs and outputs of both norms, queries, keys, values, gate, up, their product, and 18 of attention.
+    layer = 4 * 576 + 3 * 576 + 3 * 192 + 3 * 1536 + 2 * 9
+    activations = 4 * 16 * 192 * (30 * layer + 3 * 576)
+    # Logits of 615 tokens with their gradient; the head's gradient; that of the states.
+    head = 8 * 615 * 49_152 + 4 * 49_152 * 576 + 4 * 16 * 192 * 576
+    peak = learner_peak(SMOL, learner_load(cfg))
+    assert peak.moment == "head"
+    assert peak.num_bytes == state + activations + head
+    assert 5.9e9 < peak.num_bytes < 6.1e9
+
+
 def test_ranks_that_share_a_row_hold_their_slice_of_it() -> None:
     rollout = RolloutConfig(max_prompt_tokens=4096, sampling=SamplingConfig(max_new_tokens=32768))
     runtime = RlRuntime(num_workers=8, context_parallel=4, tokens_per_microbatch=16384)

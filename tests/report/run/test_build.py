@@ -21,8 +21,9 @@ from klear_core.evaluate.compare.promotion import DECISION_FILE, Check, Contende
 from klear_core.pipeline.graph import stages_of
 from klear_core.report.run.build import build_report
 from klear_core.report.run.data import ReportInputs, StageFolder
-from klear_core.scores import TemplateScore, read_reports, write_reports
+from klear_core.scores import NBSP, TemplateScore, read_reports, write_reports
 from klear_core.types import EvalSample
+from klear_core.waits import TRACE_FILE, Trace
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)></pre></style>\"'&{{ 7*7 }}"
 
@@ -319,3 +320,18 @@ def test_the_decision_on_the_champion_is_on_the_page_with_every_check(run: Repor
 
 def test_without_a_decision_the_page_has_no_champion(html: str) -> None:
     assert 'id="promotion"' not in html
+
+
+def test_the_page_shows_who_worked_in_the_last_steps_of_rl(tmp_path: Path) -> None:
+    run = laptop_run(tmp_path)
+    (rl,) = [stage for stage in run.stages if stage.stage.name == "rl"]
+    assert rl.folder is not None
+    trace = Trace(rl.folder / TRACE_FILE)
+    for name, end in (("sample", 6.0), ("learn", 10.0)):
+        trace.add("driver", name, 0.0 if name == "sample" else 6.0, end)
+    trace.add("rollout actor 0", "sample", 0.0, 6.0)
+    trace.close()
+    build_report(run, tmp_path / "report.html")
+    text = Elements((tmp_path / "report.html").read_text()).text
+    assert f"Who worked in the last 1 step (10{NBSP}s)" in text
+    assert re.search(rf"rollout actor 0\s*60\.0{NBSP}%", text)

@@ -291,27 +291,16 @@ def _ordering(do):
     return method
 
 
-for _name in ("getitem", "setitem", "delitem", "str", "repr", "int", "float", "round", "copy", "deepcopy"):
+for _name in (
+    "getitem setitem delitem str repr format int float complex bytes index round trunc floor ceil reversed copy deepcopy"
+).split():
     setattr(Proxy, "__%s__" % _name, _unary(_name, is_free=True))
 for _name in ("neg", "pos", "abs", "invert"):
     setattr(Proxy, "__%s__" % _name, _unary(_name, is_free=False))
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and_",
-    "or_",
-    "xor",
-    "lshift",
-    "rshift",
-):
+for _name in "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split():
     setattr(Proxy, "__%s__" % _name.strip("_"), _binary(_name, is_reversed=False))
     setattr(Proxy, "__r%s__" % _name.strip("_"), _binary(_name, is_reversed=True))
+    setattr(Proxy, "__i%s__" % _name.strip("_"), _binary("i" + _name.strip("_"), is_reversed=False))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Proxy, "__%s__" % _name, _ordering(_name))
 

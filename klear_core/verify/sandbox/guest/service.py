@@ -4,6 +4,7 @@ import builtins
 import copy
 import dataclasses
 import io
+import math
 import operator
 import sys
 import threading
@@ -87,9 +88,9 @@ class ProgramSide:
         self.loop = None
         # What the tests may apply to objects of the program.
         self.functions = {name: getattr(operator, name) for name in _OPERATORS}
-        self.functions.update(
-            {f.__name__: f for f in (len, iter, next, bool, hash, str, repr, int, float, round, isinstance, issubclass)}
-        )
+        builtin = (len, iter, next, bool, hash, str, repr, int, float, complex, bytes, round, format, reversed)
+        builtin += (isinstance, issubclass, math.trunc, math.floor, math.ceil, operator.index)
+        self.functions.update({f.__name__: f for f in builtin})
         self.functions.update({"getattr": getattr, "setattr": setattr, "await": self.wait_for, "anext": self.anext})
         self.functions.update(copy=copy.copy, deepcopy=copy.deepcopy, type=type)
         for name in ("asdict", "astuple", "replace"):
@@ -207,7 +208,8 @@ class ProgramSide:
 
 
 _OPERATORS = (
-    "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift iadd isub imul "
+    "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift "
+    "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift "
     "neg pos abs invert eq ne lt le gt ge contains getitem setitem delitem"
 ).split()
 

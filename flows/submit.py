@@ -1,0 +1,126 @@
+"""`klear submit`: plan a run for a cluster, write what starts it there, and hand it over."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import assert_never
+
+import typer
+
+from flows.environment import StageSelection
+from flows.plan import show_plan
+from flows.retraining import gated
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ConfigError, ResourceError
+from klear_core.pipeline.graph import stages_of, workspace_root
+from klear_core.pipeline.submission.kube import kube
+from klear_core.pipeline.submission.prefect import prefect
+from klear_core.pipeline.submission.request import (
+    Prepared,
+    Submission,
+    Target,
+    fit_lines,
+    for_cluster,
+    name_of,
+    nodes_of,
+    require_possible,
+)
+from klear_core.pipeline.submission.shell import ray, slurm
+
+_TIMEOUT_S = 300.0
+"""Seconds within which a cluster must have taken a run."""
+
+
+def submit(config: PipelineConfig, target: Target, selection: StageSelection, *, is_dry_run: bool) -> None:
+    """Show the plan of a run on its nodes, and submit it, or print what would be submitted.
+
+    Raise ConfigError, before anything is written, with what would stop the run.
+    """
+    require_possible(target, config)
+    if target == "kube" and config.workspace.submit.kube.schedule:
+        config = gated(config)
+    config = for_cluster(config)
+    chosen, _ = selection.of(stages_of(config))
+    nodes = nodes_of(config.workspace.submit)
+    missing = show_plan(config, chosen, nodes=nodes)
+    for line in fit_lines(config, chosen):
+        typer.echo(line)
+    if missing:
+        raise ConfigError(f"nothing was submitted: {len(missing)} problems, named above, would stop the run")
+    submission = _new(config, selection)
+    prepared = _prepared(submission, target, selection)
+    if is_dry_run:
+        _show(submission, prepared)
+        return
+    _write(submission, prepared, with_token=target == "slurm")
+    for command in prepared.commands:
+        typer.echo(_handed_over(command, submission.name))
+    typer.echo(f"\nsubmitted {submission.name}; its files are in {submission.folder}")
+    for line in prepared.watch:
+        typer.echo(f"  {line}")
+
+
+def _new(config: PipelineConfig, selection: StageSelection) -> Submission:
+    name = name_of(config, datetime.now(UTC))
+    options = {"--only": selection.only, "--from": selection.from_, "--until": selection.until}
+    words = tuple(word for option, stage in options.items() if stage for word in (option, stage))
+    folder = workspace_root(config.workspace) / "submissions" / name
+    return Submission(name=name, folder=folder, config=config, options=words)
+
+
+def _prepared(submission: Submission, target: Target, selection: StageSelection) -> Prepared:
+    match target:
+        case "slurm":
+            return slurm(submission, workdir=Path.cwd())
+        case "ray":
+            return ray(submission)
+        case "kube":
+            return kube(submission, ray_version=version("ray"))
+        case "prefect":
+            chosen = {"only": selection.only, "from_": selection.from_, "until": selection.until}
+            asked = {name: stage for name, stage in chosen.items() if stage}
+            return prefect(submission, workdir=str(Path.cwd()), selection=asked)
+        case _:
+            assert_never(target)
+
+
+def _show(submission: Submission, prepared: Prepared) -> None:
+    for path, text in prepared.files.items():
+        typer.echo(f"\n# ---- {submission.folder / path}\n{text}", nl=False)
+    typer.echo("\n# ---- commands")
+    for command in prepared.commands:
+        typer.echo(" ".join(command))
+
+
+def _write(submission: Submission, prepared: Prepared, *, with_token: bool) -> None:
+    for path, text in prepared.files.items():
+        file = submission.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    if with_token:
+        descriptor = os.open(submission.folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file_of_token:
+            file_of_token.write(secrets.token_urlsafe(32))
+
+
+def _handed_over(command: Sequence[str], name: str) -> str:
+    """Run a command of the cluster and return its last line. A cluster that does not answer may have taken the run."""
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"there is no command {command[0]} on this machine")
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as e:
+        raise ResourceError(
+            f"{command[0]} did not answer in {_TIMEOUT_S:.0f} s; look for {name} before you repeat it"
+        ) from e
+    if ended.returncode:
+        said = (ended.stderr.strip() or ended.stdout.strip())[-2000:]
+        raise ResourceError(f"{' '.join(command[:3])} failed; look for {name} before you repeat it: {said}")
+    return (ended.stdout.strip().splitlines() or [""])[-1]

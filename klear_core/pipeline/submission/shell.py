@@ -1,0 +1,153 @@
+"""Write the batch script of Slurm, and the command that submits a job to a Ray cluster."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from klear_core.config.submit import SubmitConfig, in_seconds
+from klear_core.pipeline.submission.request import PROFILE, SAVED, Prepared, Submission, profile_files
+
+_WARN_S = 300
+"""Seconds before the end of an allocation at which the run is asked to save a checkpoint."""
+
+# ---- Slurm ----
+
+
+def slurm(submission: Submission, *, workdir: Path) -> Prepared:
+    """Return the batch script, and the script of the driver that it starts on the first node."""
+    files = {"job.sh": _job(submission, workdir), "driver.sh": _driver(submission), **profile_files(submission)}
+    name, script = submission.name, str(submission.folder / "job.sh")
+    return Prepared(
+        files=files,
+        commands=(("sbatch", "--parsable", script),),
+        watch=(
+            f"squeue --name {name}",
+            f"tail -f {shlex.quote(str(submission.folder / 'log'))}",
+            f"scancel --name {name}",
+        ),
+    )
+
+
+def _options(submission: Submission, workdir: Path) -> list[str]:
+    submit = submission.submit
+    options = {
+        "job-name": submission.name,
+        "nodes": str(submit.nodes),
+        "ntasks-per-node": "1",
+        "mincpus": submit.cpus_per_node,
+        "mem": "0" if submit.memory_gb_per_node is None else f"{submit.memory_gb_per_node}G",
+        "gpus-per-node": submit.gpus_per_node,
+        "partition": submit.queue,
+        "qos": submit.priority,
+        "time": submit.slurm.time_limit and _minutes(submit.slurm.time_limit),
+        "deadline": submit.deadline and f"now+{in_seconds(submit.deadline)}",
+        "signal": f"B:USR1@{_WARN_S}",
+        "open-mode": "append",
+        "chdir": str(workdir),
+        "output": str(submission.folder / "log"),
+        **submit.slurm.sbatch,
+    }
+    flags = ["exclusive", "requeue" if "interruption" in submit.retry else "no-requeue"]
+    return [*flags, *(f"{name}={value}" for name, value in options.items() if value)]
+
+
+def _minutes(duration: str) -> str:
+    """Return the time as Slurm takes it, in whole minutes."""
+    return str(max(1, in_seconds(duration) // 60))
+
+
+def _job(submission: Submission, workdir: Path) -> str:
+    submit, folder = submission.submit, shlex.quote(str(submission.folder))
+    options = "\n".join(f"#SBATCH --{option}" for option in _options(submission, workdir))
+    setup = submit.slurm.setup or f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
+    return f"""#!/bin/bash
+{options}
+# Starts Ray on all nodes and the run on the first one; see docs/operations.md.
+folder={folder}
+head=$(hostname -I); head=${{head%% *}}; head=${{head:-127.0.0.1}}   # setup may choose another address of this node
+{setup}
+unset RAY_ADDRESS
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token   # without it, whoever reaches a port runs code
+export RAY_worker_niceness=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
+
+cd_or_die() {{ cd "$1" || exit 2; }}
+[ -f "$folder/begun" ] || date +%s >"$folder/begun"
+rm -f "$folder/driver.pid" "$folder/status"
+
+# The time is almost over, or the job is preempted: the run saves a checkpoint and exits with {SAVED}.
+trap 'kill -USR1 "$(cat "$folder/driver.pid")"' USR1
+# The nodes are this job's alone: a Ray that runs here is left over from a job that Slurm has ended.
+srun --cpu-bind=none ray stop --force >/dev/null 2>&1
+srun --cpu-bind=none ray symmetric-run --address "$head:6379" --min-nodes {submit.nodes} \\
+  {_ray_options(submit)}-- bash "$folder/driver.sh" "$head:6379" &
+step=$!
+while kill -0 $step 2>/dev/null; do wait $step; done   # the trap ends a wait
+status=$(cat "$folder/status" 2>/dev/null || echo lost)
+
+case $status in
+  0 | 2 | 130 | 143) exit "$status" ;;   # done; the settings are wrong; cancelled
+  {SAVED} | lost) reason=interruption ;;
+  *) reason=error ;;
+esac
+case " {" ".join(submit.retry)} " in *" $reason "*) ;; *) echo "ended with $status"; exit 1 ;; esac
+if [ "$status" != {SAVED} ]; then
+  echo "$status" >>"$folder/failures"
+  if [ "$(wc -l <"$folder/failures")" -gt {submit.max_retries} ]; then echo "failed too often"; exit 1; fi
+fi
+age=$(($(date +%s) - $(cat "$folder/begun")))
+if [ $age -gt {in_seconds(submit.retry_for)} ]; then echo "retried for $age s, no longer"; exit 1; fi
+echo "ended with $status ($reason): queued again"
+# A controller that does not answer is asked again.
+for _ in {{1..30}}; do scontrol requeue "$SLURM_JOB_ID" && exit 0; sleep 10; done
+exit 1
+""".replace('cd_or_die() { cd "$1" || exit 2; }\n', "")
+
+
+def _ray_options(submit: SubmitConfig) -> str:
+    """Return what Ray may use of a node, where the settings say it; else Ray looks."""
+    counts = {"--num-cpus": submit.cpus_per_node, "--num-gpus": submit.gpus_per_node}
+    return "".join(f"{name}={count} " for name, count in counts.items() if count)
+
+
+def _driver(submission: Submission) -> str:
+    folder = shlex.quote(str(submission.folder))
+    return f"""#!/bin/bash
+# The run itself. Process id and exit status are kept in files: Ray's launcher ends with neither.
+folder={folder}
+export RAY_ADDRESS=$1
+{_klear_run(submission, '"$folder"')} &
+driver=$!
+echo $driver >"$folder/driver.pid"
+trap 'kill -TERM $driver' TERM INT
+while kill -0 $driver 2>/dev/null; do wait $driver; done   # the trap ends a wait
+wait $driver
+status=$?
+echo "$status" >"$folder/status"
+exit "$status"
+"""
+
+
+def _klear_run(submission: Submission, folder: str) -> str:
+    words = [f"{folder}/{Path(PROFILE).parent}", *map(shlex.quote, submission.options)]
+    return " ".join(["klear", "run", *words])
+
+
+# ---- Ray ----
+
+
+def ray(submission: Submission) -> Prepared:
+    """Return the command that sends the profile to a Ray cluster and runs it on the head.
+
+    The cluster is the one at RAY_API_SERVER_ADDRESS (`http://HEAD:8265`), or else at RAY_ADDRESS.
+    """
+    deadline = submission.submit.deadline
+    limit = ["timeout", str(in_seconds(deadline))] if deadline else []
+    job = ["--submission-id", submission.name, "--working-dir", str(submission.folder), "--no-wait"]
+    run = [*limit, "klear", "run", str(Path(PROFILE).parent), *submission.options]
+    return Prepared(
+        files=profile_files(submission),
+        commands=(("ray", "job", "submit", *job, "--", *run),),
+        watch=(f"ray job logs --follow {submission.name}", f"ray job stop {submission.name}"),
+    )

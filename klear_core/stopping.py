@@ -1,0 +1,126 @@
+"""End a run by a signal: at once, or, while a model trains, after the step that runs, with a checkpoint.
+
+SIGTERM ends a run, and SIGUSR1 asks it to be started again: the command then ends with status 75.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+REQUEUE_STATUS = 75
+"""Exit status of a run that SIGUSR1 has ended; EX_TEMPFAIL of sysexits.h: try again."""
+_GRACE_S = 20.0
+"""Longest time from SIGTERM to the end. Ours: containers and schedulers often kill 30 s after it."""
+_NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
+
+Handler = Callable[[int, FrameType | None], object]
+
+_is_asked = False
+_at_once: tuple[signal.Signals, ...] = ()
+
+
+class Requeued(KeyboardInterrupt):
+    """SIGUSR1 has ended the run, which is to be started again."""
+
+
+class StoppedEarly(Exception):  # noqa: N818  # no error: `checkpoint_first` ends the run as the signal would have
+    """Training has stopped, or has lost its workers, after it was asked to stop."""
+
+
+def ask() -> None:
+    """Ask the training loop of this process to stop after its step."""
+    global _is_asked  # noqa: PLW0603  # a process runs one stage
+    _is_asked = True
+
+
+def is_asked() -> bool:
+    """Return whether the training loop of this process is to save a checkpoint and stop."""
+    return _is_asked
+
+
+@contextmanager
+def requeued_by_signal() -> Iterator[None]:
+    """Raise Requeued at SIGUSR1 while the block runs; in the main thread, which alone can set handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGUSR1, _requeue)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _requeue(_number: int, _frame: FrameType | None) -> None:
+    raise Requeued
+
+
+@contextmanager
+def at_once(*numbers: signal.Signals) -> Iterator[None]:
+    """Let these signals end also training at once while the block runs, without a checkpoint."""
+    global _at_once  # noqa: PLW0603  # as above
+    before, _at_once = _at_once, numbers
+    try:
+        yield
+    finally:
+        _at_once = before
+
+
+@contextmanager
+def checkpoint_first(grace_s: float = _GRACE_S) -> Iterator[None]:
+    """Let the training loop of the block save a checkpoint before a signal ends the run.
+
+    The first SIGTERM or SIGUSR1 only asks it to stop, for which SIGTERM leaves it `grace_s`. A second signal ends the
+    run at once. Whatever the block raises after the first one, or if it returns, the run ends as by that signal:
+    workers may have got it as well, and their deaths are its consequence. A signal that nobody handles keeps its
+    effect.
+    """
+    global _is_asked  # noqa: PLW0603  # as above
+    handlers = {number: handler for number in _NUMBERS if callable(handler := _handler_of(number))}
+    if not handlers:
+        yield
+        return
+    received: list[int] = []
+    is_limited, is_over = threading.Event(), threading.Event()
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        # No log line here: the signal may have come within one.
+        if received:
+            handlers[signal.Signals(number)](number, frame)
+        received.append(number)
+        ask()
+        if number == signal.SIGTERM:
+            is_limited.set()
+
+    def limit() -> None:
+        is_limited.wait()
+        if not is_over.wait(grace_s):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    threading.Thread(target=limit, name="klear-stop", daemon=True).start()
+    for number in handlers:
+        signal.signal(number, receive)
+    try:
+        try:
+            yield
+        finally:
+            is_over.set()
+            is_limited.set()  # its thread ends
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            _is_asked = False
+    except Exception:
+        if received:
+            handlers[signal.Signals(received[0])](received[0], None)
+        raise
+    if received:
+        handlers[signal.Signals(received[0])](received[0], None)
+
+
+def _handler_of(number: signal.Signals) -> Handler | int | None:
+    is_main = threading.current_thread() is threading.main_thread()
+    return signal.getsignal(number) if is_main and number not in _at_once else None

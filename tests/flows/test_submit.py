@@ -1,0 +1,95 @@
+"""`klear submit`: what it prints, what it refuses, and what it hands to a cluster."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from klear_core.errors import ConfigError, ResourceError
+
+SMALL_CLUSTER = "workspace.submit.gpus_per_node=1"
+
+
+def submitted(tmp_path: Path, *args: str) -> str:
+    result = CliRunner().invoke(app, ["submit", *args, "--set", f"workspace.root={tmp_path}"])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+def stand_in(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_dry_run_prints_plan_files_and_command_and_writes_nothing(tmp_path):
+    shown = submitted(
+        tmp_path, "smoke", "--to", "slurm", "--queue", "gpu", "--retry", "error", "--for", "6h", "--dry-run"
+    )
+    assert "sft on node 0: learner rank 0 on CPUs" in shown
+    assert "#SBATCH --partition=gpu" in shown
+    assert "-gt 21600" in shown
+    assert "profile/run.toml" in shown
+    assert "sbatch --parsable" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpu_hours_and_price_of_the_nodes_that_are_asked_for_are_shown(tmp_path):
+    eight = ("workspace.submit.gpus_per_node=8", "hardware.price_per_gpu_hour=2", "hardware.gpu_memory_gb=80")
+    settings = [word for setting in eight for word in ("--set", setting)]
+    with pytest.raises(ConfigError, match="nothing was submitted"):  # the model is not on this machine
+        submitted(tmp_path, "klear_8b", "--to", "slurm", *settings)
+    shown = CliRunner().invoke(app, ["submit", "klear_8b", "--to", "slurm", "--dry-run", *settings]).output
+    assert "submits: 1 node of 8 GPUs; of 8, stages hold" in shown
+    assert "GPU-hours, costing" in shown
+
+
+def test_what_does_not_fit_the_nodes_that_are_asked_for_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="nothing was submitted: 1 problem"):
+        submitted(tmp_path, "smoke", "--to", "slurm", "--set", "sft.runtime.device=cuda", "--dry-run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "settings", "refused"),
+    [
+        ("ray", ["queue=gpu"], "Ray has no queues"),
+        ("ray", ["retry=['error']"], "ray starts a run again after no-capacity only"),
+        ("kube", ["cpus_per_node=8", "memory_gb_per_node=64"], "workspace.submit.image: a pod needs it"),
+        ("kube", ["kube.schedule='0 3 * * 1'", "queue=team"], "Kueue misses them"),
+        ("kube", ["idle_kill=10%/1h", "nodes=2"], "which has none with nodes > 1"),
+        ("prefect", ["deadline=1h"], "Prefect's workers end no run by the clock"),
+        ("prefect", ["nodes=2", "queue=klear"], "a worker starts a run on one machine"),
+        ("slurm", ["image=klear"], "Slurm starts no container"),
+    ],
+)
+def test_what_a_target_cannot_do_is_refused(tmp_path, target, settings, refused):
+    asked = [word for setting in settings for word in ("--set", f"workspace.submit.{setting}")]
+    with pytest.raises(ConfigError, match=refused):
+        submitted(tmp_path, "smoke", "--to", target, *asked, "--dry-run")
+
+
+def test_a_ray_job_whose_results_would_end_with_its_folder_is_refused():
+    result = CliRunner().invoke(app, ["submit", "smoke", "--to", "ray", "--dry-run"])
+    assert "set an absolute path, or workspace.store" in str(result.exception)
+
+
+def test_sbatch_gets_the_script_and_the_token_is_readable_by_its_owner_alone(tmp_path, monkeypatch):
+    stand_in(tmp_path / "bin", "sbatch", 'echo "job of $2"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    shown = submitted(tmp_path / "runs", "smoke", "--to", "slurm")
+    [folder] = (tmp_path / "runs" / "submissions").iterdir()
+    assert f"job of {folder}/job.sh" in shown
+    assert f"submitted {folder.name}" in shown
+    assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+    assert (folder / "token").read_text() not in "".join(f.read_text() for f in folder.glob("*.sh"))
+
+
+def test_a_cluster_that_fails_to_answer_may_have_taken_the_run(tmp_path, monkeypatch):
+    stand_in(tmp_path / "bin", "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    with pytest.raises(ResourceError, match=r"look for smoke-\S+ before you repeat it: Socket timed out"):
+        submitted(tmp_path / "runs", "smoke", "--to", "slurm")

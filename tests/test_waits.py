@@ -1,0 +1,25 @@
+"""What a trace keeps; who is named when nothing happens is in tests/cluster/test_stalls.py."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from klear_core.waits import TRACE_FILE, Span, Trace, read_trace
+
+
+def test_a_trace_is_read_as_it_was_written_but_for_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
+    file = tmp_path / TRACE_FILE
+    assert read_trace(file) == []
+    trace = Trace(file)
+    now = time.monotonic()
+    trace.add("learner", "start", now, now + 2)
+    trace.close()
+    with file.open("a") as end:
+        end.write('{"name": "sam')
+    (span,) = read_trace(file)
+    assert (span.track, span.name, round(span.end - span.start, 3), span.waited_for) == ("learner", "start", 2, "")
+
+
+def test_a_span_says_whom_the_driver_waited_for() -> None:
+    assert Span(track="wait: the engines", name="load", start=0, end=1).waited_for == "the engines"
