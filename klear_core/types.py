@@ -462,6 +462,13 @@ class TrainSample(TokenCounts):
     is_positive: bool
     """Copied from the rollout: the language-model loss learns from positive samples."""
     oldest_version: int
+    teacher_logps: tuple[float, ...] = ()
+    """A teacher's log-probs of these tokens, at the sampling temperature; empty where no teacher scored the answer."""
+
+    @property
+    def has_teacher(self) -> bool:
+        """Return whether a teacher scored the answer."""
+        return len(self.teacher_logps) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,6 +203,16 @@ class RlRuntime(TrainRuntime):
     """Limits on answers that cannot be right; checked from step 10 on."""
 
 
+class DistillTermConfig(Settings):
+    """On-policy distillation: the advantage of a token is the log-ratio of teacher and policy, whose mean under the
+    policy is minus KL(policy, teacher). Added to the advantage of the rewards."""
+
+    coef: float = Field(default=1.0, gt=0)
+    """Weight beside the rewards' advantage; slime's `--opd-kl-coef` has 1."""
+    normalise: Literal["token", "sample", "budget"] = "token"
+    """Divisor of the term, as `rl.normalise`, of the answers that a teacher scored."""
+
+
 class EntropyTargetConfig(Settings):
     """Entropy bonus whose weight adapts (Skywork-OR1, arXiv 2505.22312, adaptive entropy control; defaults are its)."""
 
@@ -262,6 +272,8 @@ class RlConfig(Settings):
     lm_coef: float = Field(default=0.1, ge=0)
     """Alpha, the weight of the language-model loss on positive samples: correct ones with the tags that `reward`
     requires. Equation 13 prints a mean probability; the scripts and we use the log-probability."""
+    distill: DistillTermConfig | None = None
+    """Learn from the teacher's log-probs of the answers as well; None: from rewards alone."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 estimate of KL(policy, initial model); the paper has none. Above 0 a frozen copy is kept;
     with `lora` it is the policy without its adapters."""
@@ -282,7 +294,7 @@ class RlConfig(Settings):
     float32. Scripts: bfloat16."""
     runtime: RlRuntime = RlRuntime()
 
-    as_before = {"max_negative_kl": None, "curriculum": None, "entropy_target": None}
+    as_before = {"max_negative_kl": None, "distill": None, "curriculum": None, "entropy_target": None}
 
     @property
     def truncate_at(self) -> float | None:

@@ -38,6 +38,8 @@ class SamplingParams:
     repetition_penalty: float
     max_new_tokens: int
     seed: int
+    scored_ids: tuple[int, ...] = ()
+    """Tokens to score in place of sampling, as `score` asks; empty: sample."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.max_new_tokens < 1:
@@ -56,6 +58,54 @@ def one_sample(sampling: SamplingConfig, *, seed: int) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         max_new_tokens=sampling.max_new_tokens,
         seed=seed,
+    )
+
+
+async def score(
+    engine: InferenceEngine, prompt_ids: Sequence[int], answer_ids: Sequence[int], *, temperature: float = 1.0
+) -> tuple[float, ...]:
+    """Return the log-probs that an engine's model gives the tokens of an answer, as if it had sampled them.
+
+    They are those of `log_softmax(logits / temperature)`, as the learner's. Raise ValueError if prompt and answer do not
+    leave room for one more token, or if the engine cannot score at this temperature: vLLM and endpoints can at 1 alone.
+    """
+    params = SamplingParams(
+        num_samples=1,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        repetition_penalty=1.0,
+        max_new_tokens=len(answer_ids),
+        seed=0,
+        scored_ids=tuple(answer_ids),
+    )
+    # A request like others, so that pools, actors and retries treat it as they treat those.
+    (completion,) = await engine.generate(prompt_ids, params)
+    assert completion.token_ids == params.scored_ids, "an engine scored other tokens"
+    return completion.logps
+
+
+def check_room(num_prompt: int, params: SamplingParams, max_len: int) -> None:
+    """Raise ValueError if a request leaves no room for a token."""
+    num_tokens = num_prompt + len(params.scored_ids)
+    if num_prompt == 0 or num_tokens >= max_len:
+        raise ValueError(f"prompt of {num_tokens} tokens: 1 to {max_len - 1} leave room for an answer")
+
+
+def check_scored_at_1(params: SamplingParams, engine_name: str) -> None:
+    """Raise ValueError for tokens to score at another temperature."""
+    if params.scored_ids and params.temperature != 1:
+        raise ValueError(f"the {engine_name} scores given tokens at temperature 1, not {params.temperature:g}")
+
+
+def scored(params: SamplingParams, logps: Sequence[float], *, version: int) -> Completion:
+    """Return the completion that answers a request to score tokens. It has no text: the caller knows the tokens."""
+    return Completion(
+        text="",
+        token_ids=params.scored_ids,
+        logps=tuple(logps),
+        finish_reason="length",
+        policy_versions=(version,) * len(params.scored_ids),
     )
 
 
@@ -111,7 +161,8 @@ class InferenceEngine(Protocol):
     """Samples completions. Calls may overlap: each engine does its own batching."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Return `params.num_samples` completions of one prompt, in sample order.
+        """Return `params.num_samples` completions of one prompt, in sample order; with `params.scored_ids` the one that
+        has these tokens, with their log-probs (see `score`).
 
         Raise ValueError if the prompt leaves no room.
         """
@@ -396,8 +447,7 @@ class FakeEngine:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return the script's answers, in sample order."""
-        if not 0 < len(prompt_ids) < self._max_len:
-            raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
+        check_room(len(prompt_ids), params, self._max_len)
         return await self._open.run(self._answer(tuple(prompt_ids), params))
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
@@ -419,6 +469,8 @@ class FakeEngine:
                 raise answer
             if answer.after is not None:
                 await answer.after.wait()
+            if params.scored_ids:
+                return [scored(params, [answer.logp] * len(params.scored_ids), version=self.version)]
             completions.append(_completion(answer, budget=budget, version=self.version))
         return completions
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from klear_core.config.evaluate import HttpEngineConfig
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.engine import OpenRequests, SamplingParams
+from klear_core.generate.engine import OpenRequests, SamplingParams, check_room, check_scored_at_1, scored
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, FinishReason
 
@@ -46,6 +47,19 @@ class _Models(BaseModel):
 
 class _LogProbs(BaseModel):
     token_logprobs: list[float]
+
+
+class _PromptLogProb(BaseModel):
+    logprob: float
+
+
+class _ScoredChoice(BaseModel):
+    prompt_logprobs: list[dict[int, _PromptLogProb] | None]
+    """Of each token of the prompt, by token id; none of the first."""
+
+
+class _ScoredReply(BaseModel):
+    choices: list[_ScoredChoice]
 
 
 class _Choice(BaseModel):
@@ -92,6 +106,9 @@ class HttpEngine:
         Raise ValueError if the endpoint finds no room for the prompt, ConfigError if it refuses the request or gives no
         token ids, ResourceError if it stays busy or unreachable through all retries.
         """
+        check_scored_at_1(params, "endpoint")
+        if params.scored_ids:
+            return [await self._open.run(self._scored(list(prompt_ids), params))]
         return await self._open.run(self._samples(list(prompt_ids), params))
 
     @property
@@ -109,7 +126,7 @@ class HttpEngine:
         await self._client.aclose()
 
     async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        budget = await self._budget(len(prompt_ids), params)
+        budget = min(params.max_new_tokens, await self._room(len(prompt_ids), params))
         tasks = [
             asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i, budget=budget))
             for i in range(params.num_samples)
@@ -120,16 +137,35 @@ class HttpEngine:
             for task in tasks:  # if one failed, nobody reads the others
                 task.cancel()
 
-    async def _budget(self, prompt_len: int, params: SamplingParams) -> int:
-        max_len = (await self._served_model()).max_model_len
-        if prompt_len == 0 or (max_len is not None and prompt_len >= max_len):
-            raise ValueError(
-                f"prompt of {prompt_len} tokens: 1 to {(max_len or 0) - 1} leave room "
-                f"for an answer of {self._cfg.model}"
-            )
-        if max_len is None:
-            return params.max_new_tokens
-        return min(params.max_new_tokens, max_len - prompt_len)  # vLLM refuses a budget beyond its window
+    async def _room(self, prompt_len: int, params: SamplingParams) -> int:
+        """Return the most tokens to ask for: vLLM refuses a budget beyond its window."""
+        max_len = (await self._served_model()).max_model_len or sys.maxsize
+        check_room(prompt_len, params, max_len)
+        return max_len - prompt_len
+
+    async def _scored(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        """Return the scored tokens: they are part of the prompt, of which vLLM's server tells the log-probs."""
+        await self._room(len(prompt_ids), params)
+        token_ids = [*prompt_ids, *params.scored_ids]
+        body: dict[str, object] = {
+            "model": self._cfg.model,
+            "prompt": token_ids,
+            "max_tokens": 1,  # it samples at least one
+            "temperature": 1.0,
+            "prompt_logprobs": 0,  # only those of the tokens that are there
+        }
+        content = await self._request("POST", "completions", body)
+        try:
+            (choice,) = _ScoredReply.model_validate_json(content).choices
+            told = choice.prompt_logprobs[len(prompt_ids) :]
+            logps = [(of_place or {})[token].logprob for token, of_place in zip(params.scored_ids, told, strict=True)]
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{self._cfg.base_url}/completions does not answer with the log-probs of its prompt, as vLLM does "
+                f"(prompt_logprobs): it cannot score given tokens ({type(error).__name__})"
+            ) from error
+        self._slots.count(len(token_ids))
+        return scored(params, logps, version=0)
 
     async def _served_model(self) -> _Model:
         async with self._model_lock:  # ask the endpoint once, however many requests start together

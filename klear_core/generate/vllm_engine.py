@@ -30,7 +30,10 @@ from klear_core.generate.engine import (
     SamplingParams,
     WeightOffer,
     WeightSource,
+    check_room,
+    check_scored_at_1,
     dump_offer,
+    scored,
 )
 from klear_core.generate.model_size import engine_fit, size_of_hf
 from klear_core.generate.model_weights import Shapes, check_shapes, tensor_shapes, wanted_shapes
@@ -156,9 +159,11 @@ class VllmEngine:
         self, prompt_ids: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None
     ) -> list[Completion]:
         """Return what `generate` does, and call `on_tokens` with each output of vLLM before the last."""
-        if not 0 < len(prompt_ids) < self._max_len:
-            raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
+        check_room(len(prompt_ids), params, self._max_len)
+        check_scored_at_1(params, "vLLM engine")
         try:
+            if params.scored_ids:
+                return [await self._open.run(self._scored(list(prompt_ids), params))]
             return await self._open.run(self._samples(list(prompt_ids), params, on_tokens))
         except ResourceError as error:
             raise ResourceError(f"{error}{self._output.ending()}") from error
@@ -262,6 +267,32 @@ class VllmEngine:
                 if on_tokens is None or output.finished:
                     return self._completion(output.outputs[0])
                 on_tokens(sample_idx, tuple(output.outputs[0].token_ids))
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise ResourceError(f"the vLLM engine process failed: {error!r}") from error
+        raise ResourceError("vLLM ended a request without an answer")
+
+    async def _scored(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        """Return the scored tokens: they are part of vLLM's prompt, of which it tells the log-probs, at temperature 1."""
+        from vllm import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        token_ids, version = [*prompt_ids, *params.scored_ids], self.version
+        vllm_params = VllmParams(
+            max_tokens=1,  # vLLM samples at least one
+            prompt_logprobs=0,  # only those of the tokens that are there
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            prompt = {"prompt_token_ids": token_ids}
+            async for output in self._llm.generate(prompt, vllm_params, uuid.uuid4().hex):
+                flat = output.prompt_logprobs
+                firsts = flat.start_indices[len(prompt_ids) :]
+                found = [flat.token_ids[i] for i in firsts]
+                assert found == list(params.scored_ids), "vLLM's log-probs are of other tokens"
+                return scored(params, [flat.logprobs[i] for i in firsts], version=version)
         except (EngineDeadError, EngineGenerateError) as error:
             raise ResourceError(f"the vLLM engine process failed: {error!r}") from error
         raise ResourceError("vLLM ended a request without an answer")

@@ -78,6 +78,12 @@ class TrainBatch:
     old_entropy_N: Tensor
     """Entropy of the old policy over the vocabulary, nats; read only by ERC, NaN without it."""
     advantage_N: Tensor
+    """The rewards' advantage; `token_loss` adds the teacher's."""
+    teacher_logp_N: Tensor
+    """Log-probs under the teacher; 0 on tokens that no teacher scored."""
+    distill_N: Tensor
+    """Factor of log(teacher / policy) in the advantage: coefficient and divisor of the distillation term over the
+    divisor of the policy term, which `scale_N` has. 0 on tokens that no teacher scored."""
     correction_N: Tensor
     """Factor on value and weight that corrects the sampler/learner mismatch; 1 without correction."""
     scale_N: Tensor
@@ -126,6 +132,26 @@ class TokenLoss:
     """Tokens without value and gradient: masked by trm, m2po, dppo or `max_negative_kl`."""
     bounded_N: Tensor
     """Tokens whose log-ratio was clamped to the bound."""
+    advantage_N: Tensor
+    """The advantage of rewards and teacher together."""
+    gap_N: Tensor
+    """log(teacher / policy), bounded; 0 on tokens that no teacher scored."""
+
+
+def _with_distillation(batch: TrainBatch, logp_N: Tensor, max_log_ratio: float) -> TrainBatch:
+    """Return the batch with coefficient times log(teacher / policy) added to each scored token's advantage.
+
+    The policy's log-probs are the present ones, so that the term is 0 once the policy agrees with the teacher. They are
+    numbers: the mean of this advantage times the gradient of logp is minus the gradient of KL(policy, teacher).
+    """
+    gap_N = _teacher_gap(batch, logp_N, max_log_ratio)
+    return replace(batch, advantage_N=batch.advantage_N + batch.distill_N * gap_N)
+
+
+def _teacher_gap(batch: TrainBatch, logp_N: Tensor, max_log_ratio: float) -> Tensor:
+    """Return log(teacher / policy), bounded; 0 on tokens that no teacher scored."""
+    gap_N = log_ratio(batch.teacher_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP), logp_N)
+    return torch.where(batch.distill_N > 0, gap_N.clamp(-max_log_ratio, max_log_ratio), 0)
 
 
 def token_loss(
@@ -144,6 +170,7 @@ def token_loss(
     """
     logp_N = logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP)
     # Detach, because ratio, value and weight are numbers: the gradient flows through `carry_N` alone.
+    batch = _with_distillation(batch, logp_N.detach(), max_log_ratio)
     token = _unclipped(logp_N.detach(), batch, cfg, max_log_ratio)
     token = _weighed(token, logp_N.detach(), batch, cfg)
     if max_negative_kl is not None:
@@ -178,6 +205,8 @@ def _unclipped(logp_N: Tensor, batch: TrainBatch, cfg: LossConfig, max_log_ratio
         erc_N=torch.zeros_like(low_N),
         masked_N=torch.zeros_like(low_N),
         bounded_N=unbounded_N.abs() > max_log_ratio,
+        advantage_N=batch.advantage_N,
+        gap_N=_teacher_gap(batch, logp_N, max_log_ratio),
     )
 
 
@@ -306,6 +335,7 @@ def is_leaving(log_ratio_N: Tensor, batch: TrainBatch) -> Tensor:
 
 def leaving_squares(logp_N: Tensor, batch: TrainBatch, max_log_ratio: float) -> Tensor:
     """Return (log r)^2 of the tokens whose update leads away from the old policy, in the order of the tokens."""
+    batch = _with_distillation(batch, logp_N, max_log_ratio)
     log_ratio_N = _log_ratios(logp_N, batch).clamp(-max_log_ratio, max_log_ratio)
     return log_ratio_N[is_leaving(log_ratio_N, batch)].square()
 

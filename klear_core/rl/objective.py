@@ -1,5 +1,8 @@
 """Compute the RL loss of a micro-batch: policy term, language-model term on positive samples, KL and entropy.
 
+The advantage in the policy term is a token's own: that of the rewards, one number a row, plus that of distillation,
+log(teacher / policy) with a coefficient and a divisor of its own. The loss clips or masks by their sum.
+
 Each term is divided by counts of the mini-batch over all ranks, known beforehand, so that cutting the mini-batch into
 micro-batches changes nothing.
 Axis letters: N loss tokens of a micro-batch, C tokens of one chunk, H hidden, V vocabulary.
@@ -11,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,13 +38,23 @@ class Denominators:
     num_rows: int
     num_tokens: int
     num_positive_tokens: int
+    num_scored_rows: int
+    """Rows that a teacher scored."""
+    num_scored_tokens: int
 
     @classmethod
     def of(cls, rows: Sequence[TrainRow]) -> Denominators:
         """Count the rows of all ranks and their loss tokens."""
         lengths = [r.num_loss_tokens for r in rows]
         positive = sum(n for r, n in zip(rows, lengths, strict=True) if r.is_positive)
-        return cls(num_rows=len(rows), num_tokens=sum(lengths), num_positive_tokens=positive)
+        scored = [n for r, n in zip(rows, lengths, strict=True) if r.has_teacher]
+        return cls(
+            num_rows=len(rows),
+            num_tokens=sum(lengths),
+            num_positive_tokens=positive,
+            num_scored_rows=len(scored),
+            num_scored_tokens=sum(scored),
+        )
 
 
 def make_batch(
@@ -74,7 +88,17 @@ def make_batch(
         assert old is not None, "old_logps = 'learner' needs the learner's log-probs"
         old_logp_N = old.logp_N
     budget = cfg.rollout.sampling.max_new_tokens
-    scales = [_scale(r.num_loss_tokens, denominators, cfg.normalise, budget) for r in here]
+    whole = denominators.num_rows, denominators.num_tokens
+    scales = [_scale(r.num_loss_tokens, *whole, cfg.normalise, budget) for r in here]
+    distill = [0.0] * len(here)
+    teacher_logp_N = torch.zeros_like(sampler_logp_N)
+    if cfg.distill is not None and denominators.num_scored_rows > 0:
+        scored, term = (denominators.num_scored_rows, denominators.num_scored_tokens), cfg.distill
+        for i, row in enumerate(here):
+            if row.has_teacher:
+                # Over the policy term's scale, by which the loss of the summed advantages is multiplied at last.
+                distill[i] = term.coef * _scale(row.num_loss_tokens, *scored, term.normalise, budget) / scales[i]
+        teacher_logp_N = micro.gather({r: _teacher_logps(rows[r]) for r in micro.rows})
     lm_scale = cfg.lm_coef / max(1, denominators.num_positive_tokens)  # a mini-batch may have no positive sample
     batch = TrainBatch(
         target_N=micro.target_N,
@@ -84,6 +108,8 @@ def make_batch(
         ref_logp_N=nan_N if ref_logp_N is None else ref_logp_N,
         old_entropy_N=nan_N if old is None else old.entropy_N,
         advantage_N=per_row([r.advantage for r in here]),
+        teacher_logp_N=teacher_logp_N,
+        distill_N=per_row(distill),
         correction_N=torch.ones_like(old_logp_N),
         scale_N=per_row(scales),
         lm_scale_N=per_row([lm_scale * r.is_positive for r in here]),
@@ -96,17 +122,21 @@ def make_batch(
     return replace(batch, correction_N=mismatch_correction(batch, cfg))
 
 
+def _teacher_logps(row: TrainRow) -> Sequence[float] | np.ndarray:
+    return row.teacher_logps if row.has_teacher else np.zeros(row.num_tokens)
+
+
 def _scale(
-    num_tokens: int, denominators: Denominators, normalise: Literal["token", "sample", "budget"], budget: int
+    num_tokens: int, all_rows: int, all_tokens: int, normalise: Literal["token", "sample", "budget"], budget: int
 ) -> float:
     """Return the factor of each token of a row with `num_tokens` loss tokens; `budget` is that of an answer."""
     match normalise:
         case "token":  # mean over all tokens: long rows count more
-            return 1 / denominators.num_tokens
+            return 1 / all_tokens
         case "sample":  # mean of row means: every row counts the same
-            return 1 / (denominators.num_rows * num_tokens)
+            return 1 / (all_rows * num_tokens)
         case "budget":  # a constant (Dr.GRPO): the length of answers has no influence
-            return 1 / (denominators.num_rows * budget)
+            return 1 / (all_rows * budget)
 
 
 def mismatch_correction(batch: TrainBatch, cfg: RlConfig) -> Tensor:

@@ -1,8 +1,8 @@
 """Training rows as arrays, so that a learner rank is sent the tokens of its own rows alone. Imports no torch.
 
 A step of a thousand GPUs has hundreds of millions of tokens. As tuples every rank would unpickle all of them; as arrays
-(int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, which Ray's store shares
-without a copy.
+(int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, 12 with a teacher's log-probs, which
+Ray's store shares without a copy.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ class TrainRow(TokenRow, Protocol):
     def old_logps(self) -> Sequence[float] | np.ndarray:
         """Return the sampler's log-probs, as long as `token_ids`."""
 
+    @property
+    def has_teacher(self) -> bool:
+        """Return whether a teacher scored the answer; known on every rank."""
+
+    @property
+    def teacher_logps(self) -> Sequence[float] | np.ndarray:
+        """Return the teacher's log-probs, as long as `token_ids`; empty without a teacher."""
+
 
 Row = TypeVar("Row", bound=TrainRow)
 
@@ -53,6 +61,8 @@ class Tokens:
     """int32."""
     logps: np.ndarray
     """float32, as the learner computes with them; 0 on prompts."""
+    teacher_logps: np.ndarray
+    """float32; only of the rows that a teacher scored."""
 
 
 _NO_IDS, _NO_LOGPS = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -77,6 +87,8 @@ class ArrayRow:
     token_ids: np.ndarray
     """int32; empty for a row of another rank, as `old_logps` is."""
     old_logps: np.ndarray
+    has_teacher: bool
+    teacher_logps: np.ndarray
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -98,6 +110,7 @@ class ArrayRow:
             advantage=self.advantage,
             is_positive=self.is_positive,
             oldest_version=self.oldest_version,
+            teacher_logps=tuple(self.teacher_logps.tolist()),
         )
 
 
@@ -124,6 +137,8 @@ def counts_of(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:
                 prompt_key=numbers.setdefault(prompt, len(numbers)),
                 token_ids=_NO_IDS,
                 old_logps=_NO_LOGPS,
+                has_teacher=sample.has_teacher,
+                teacher_logps=_NO_LOGPS,
             )
         )
     return tuple(rows)
@@ -138,16 +153,23 @@ def tokens_of(samples: Sequence[TrainSample], rows: Sequence[int]) -> Tokens:
         ids[start:end] = np.fromiter(sample.token_ids, np.int32, end - start)
         # Rounded here and not in the learner, which computes with float32: the same rounding of the same numbers.
         logps[start:end] = np.fromiter(sample.old_logps, np.float32, end - start)
-    return Tokens(rows=tuple(rows), ids=ids, logps=logps)
+    scored = [np.fromiter(s.teacher_logps, np.float32, s.num_tokens) for s in chosen if s.has_teacher]
+    return Tokens(rows=tuple(rows), ids=ids, logps=logps, teacher_logps=np.concatenate([_NO_LOGPS, *scored]))
 
 
 def with_tokens(counts: Sequence[ArrayRow], tokens: Tokens) -> list[ArrayRow]:
     """Return all rows of the step, those of `tokens` with views of its arrays."""
-    rows, start = list(counts), 0
+    rows, start, teacher_start = list(counts), 0, 0
     for i in tokens.rows:
         end = start + rows[i].num_tokens
-        rows[i] = replace(rows[i], token_ids=tokens.ids[start:end], old_logps=tokens.logps[start:end])
-        start = end
+        teacher_end = teacher_start + rows[i].num_tokens * rows[i].has_teacher
+        rows[i] = replace(
+            rows[i],
+            token_ids=tokens.ids[start:end],
+            old_logps=tokens.logps[start:end],
+            teacher_logps=tokens.teacher_logps[teacher_start:teacher_end],
+        )
+        start, teacher_start = end, teacher_end
     return rows
 
 

@@ -46,11 +46,13 @@ _SHARES = {
 }
 """Metrics that are the mean of one column of `TokenStats.add` over all tokens."""
 
-_BY_SIGN = {
+_OF_SOME = {
     "rl/weight/positive": ("weight_positive", "positive"),
     "rl/weight/negative": ("weight_negative", "negative"),
+    "rl/distill/kl": ("kl", "scored"),
 }
-"""Metrics that are the mean weight of the tokens whose advantage has one sign: columns of the sum and of the count."""
+"""Metrics that are a mean over some tokens, by the columns of the sum and of the count: the mean weight of those whose
+advantage has one sign, and log(policy / teacher) of those that a teacher scored, an estimate of KL(policy, teacher)."""
 
 _SUMS = (
     "tokens",
@@ -61,6 +63,8 @@ _SUMS = (
     "negative",
     "weight_positive",
     "weight_negative",
+    "kl",
+    "scored",
 )
 """Columns of `TokenStats.add` whose sums over tokens are kept."""
 
@@ -88,8 +92,8 @@ class TokenStats:
             return  # an empty tensor has no minimum
         ratio_N = token.log_ratio_N.exp()
         # Absolute gradient of the loss with respect to each token's log-prob.
-        pull_N = (token.weight_N * batch.advantage_N * batch.scale_N).abs()
-        positive_N, negative_N = batch.advantage_N > 0, batch.advantage_N < 0
+        pull_N = (token.weight_N * token.advantage_N * batch.scale_N).abs()
+        positive_N, negative_N = token.advantage_N > 0, token.advantage_N < 0
         columns = {
             "tokens": torch.ones_like(ratio_N),
             "entropy": entropy_N,
@@ -102,8 +106,8 @@ class TokenStats:
             "loss_masked": token.masked_N,
             # Out of the range, but against the advantage's direction: PPO and GPPO clip none of these, but for the dual
             # clip of negative ones.
-            "positive_below": (batch.advantage_N > 0) & (ratio_N < 1 - cfg.eps_low),
-            "negative_above": (batch.advantage_N < 0) & (ratio_N > 1 + cfg.eps_high),
+            "positive_below": positive_N & (ratio_N < 1 - cfg.eps_low),
+            "negative_above": negative_N & (ratio_N > 1 + cfg.eps_high),
             # Equality is exact: `clamp` returns the cap itself, and only the mask gives 0, since gaps are bounded.
             "truncated": torch.zeros_like(token.low_N) if truncate_at is None else batch.correction_N == truncate_at,
             "masked": batch.correction_N == 0,
@@ -115,6 +119,8 @@ class TokenStats:
             "clipped_negative": token.clipped_N & negative_N,
             "weight_positive": token.weight_N * positive_N,
             "weight_negative": token.weight_N * negative_N,
+            "scored": batch.distill_N > 0,
+            "kl": -token.gap_N,
         }
         # [columns, N] -> [columns]; masks become 0 and 1.
         self._sums += torch.stack([columns[name].double() for name in _SUMS]).sum(dim=1)
@@ -135,16 +141,16 @@ class TokenStats:
     def metrics(self) -> dict[str, float]:
         """Return token means, extremes of the ratio, and the clipped tokens' share of the sum of absolute gradients.
 
-        Empty without tokens. The mean weight of a sign is absent if no token's advantage has it.
+        Empty without tokens. A mean over some tokens is absent if there is none of them.
         """
         # One transfer from the device for all sums.
         sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
         if sums["tokens"] == 0:
             return {}
         metrics = {name: sums[column] / sums["tokens"] for name, column in _SHARES.items()}
-        for name, (weight, count) in _BY_SIGN.items():
+        for name, (total, count) in _OF_SOME.items():
             if sums[count]:
-                metrics[name] = sums[weight] / sums[count]
+                metrics[name] = sums[total] / sums[count]
         # The extremes are stored as log-ratios, the smaller one with its sign flipped.
         metrics["rl/ratio/min"] = math.exp(-self._extremes[0].item())
         metrics["rl/ratio/max"] = math.exp(self._extremes[1].item())

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,14 @@ from klear_core.config.evaluate import (
     VllmRuntime,
 )
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import FakeAnswer, FakeEngine, InferenceEngine, SamplingParams, TrainableEngine
+from klear_core.generate.engine import FakeAnswer, FakeEngine, InferenceEngine, SamplingParams, TrainableEngine, score
 from klear_core.generate.factory import EndpointMember, EngineSpec, LocalMember, build_engine, build_trainable_engine
 from klear_core.generate.pool import EnginePool, PooledEngine, RestartLimit
 from klear_core.seeding import seed_for
-from klear_core.types import Completion
+from klear_core.train.logps import token_logps
+from klear_core.train.model import load_model
+from klear_core.train.packing import pack
+from klear_core.types import Completion, SftExample
 from tasks.resources import Needs, ray_session
 
 MAX_LEN = 160
@@ -252,6 +256,48 @@ def test_a_prompt_that_leaves_no_room_is_refused(running: Running) -> None:
                 await engine.generate(prompt, params())
         last = await engine.generate([65] * (MAX_LEN - 1), params())
         assert {len(c.token_ids) for c in last} == {1}
+
+    running.run(body)
+
+
+def test_a_scored_answer_has_the_log_probs_that_it_was_sampled_with(running: Running) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        for prompt in PROMPTS:
+            for completion in await engine.generate(prompt, params()):
+                found = await score(engine, prompt, completion.token_ids)
+                assert found == pytest.approx(completion.logps, abs=1e-4)
+
+    running.run(body)
+
+
+def test_scores_are_the_learners_log_probs_of_any_tokens(running: Running, folder: Path) -> None:
+    if isinstance(running.engine, FakeEngine):
+        pytest.skip("a script has no model")
+    answers = [[66 + (3 * i + 5 * j) % 40 for j in range(7 + 9 * i)] for i in range(len(PROMPTS))]
+    model = load_model(folder, device="cpu")
+    rows = [
+        SftExample(
+            problem_id="p", token_ids=(*prompt, *answer), loss_mask=(False,) * len(prompt) + (True,) * len(answer)
+        )
+        for prompt, answer in zip(PROMPTS, answers, strict=True)
+    ]
+
+    async def body(engine: InferenceEngine) -> None:
+        requests = [score(engine, prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True)]
+        for row, found in zip(rows, await asyncio.gather(*requests), strict=True):
+            (micro,) = pack([row], tokens_per_microbatch=1 << 20).micro_batches
+            learners = model(micro, partial(token_logps, target_N=micro.target_N)).logp_N.tolist()
+            assert found == pytest.approx(learners, abs=1e-4)
+
+    running.run(body)
+
+
+def test_tokens_to_score_leave_room_for_one_more(running: Running) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        assert len(await score(engine, [65] * 100, [65] * (MAX_LEN - 101))) == MAX_LEN - 101
+        for prompt, answer in (([], [65]), ([65] * 100, [65] * (MAX_LEN - 100))):
+            with pytest.raises(ValueError, match="leave room"):
+                await score(engine, prompt, answer)
 
     running.run(body)
 

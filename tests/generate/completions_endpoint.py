@@ -5,7 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 
-from klear_core.generate.engine import InferenceEngine, SamplingParams
+from klear_core.generate.engine import InferenceEngine, SamplingParams, score
 
 MODEL = "tiny"
 
@@ -34,6 +34,8 @@ async def _reply(engine: InferenceEngine, path: str, body: bytes, *, max_model_l
     if path == "/v1/models":
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": max_model_len}]}
     asked = json.loads(body)
+    if "prompt_logprobs" in asked:
+        return await _scored_reply(engine, asked)
     assert (path, asked["model"], asked["return_token_ids"], asked["logprobs"]) == ("/v1/completions", MODEL, True, 0)
     params = SamplingParams(
         num_samples=1,
@@ -50,6 +52,14 @@ async def _reply(engine: InferenceEngine, path: str, body: bytes, *, max_model_l
         "model": MODEL,
         "choices": [choice(completion.text, completion.token_ids, completion.logps, completion.finish_reason)],
     }
+
+
+async def _scored_reply(engine: InferenceEngine, asked: dict[str, list[int]]) -> dict[str, object]:
+    assert (asked["max_tokens"], asked["temperature"], asked["prompt_logprobs"]) == (1, 1.0, 0)
+    first, *others = asked["prompt"]
+    logps = await score(engine, [first], others)
+    told = [{str(token): {"logprob": logp, "rank": 1}} for token, logp in zip(others, logps, strict=True)]
+    return {"object": "text_completion", "model": MODEL, "choices": [{"index": 0, "prompt_logprobs": [None, *told]}]}
 
 
 def choice(text: str, token_ids: tuple[int, ...], logps: tuple[float, ...], finish_reason: str) -> dict[str, object]:

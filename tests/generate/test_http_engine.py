@@ -9,7 +9,7 @@ from completions_endpoint import MODEL, choice
 
 from klear_core.config.evaluate import HttpEngineConfig, HttpRuntime
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.engine import SamplingParams
+from klear_core.generate.engine import SamplingParams, score
 from klear_core.generate.http_engine import HttpEngine
 from klear_core.seeding import seed_for
 
@@ -195,3 +195,14 @@ def test_the_key_comes_from_the_named_variable(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("KLEAR_TEST_KEY", "abc")
     asyncio.run(main())
     assert set(seen) == {"Bearer abc"}
+
+
+def test_an_endpoint_without_log_probs_of_its_prompt_cannot_score() -> None:
+    async def body(engine: HttpEngine) -> None:
+        with pytest.raises(ConfigError, match="cannot score given tokens"):
+            await score(engine, [1, 2], [3])
+        with pytest.raises(ValueError, match="scores given tokens at temperature 1"):
+            await score(engine, [1, 2], [3], temperature=0.5)
+
+    for answer in (ANSWER, {"choices": [{"prompt_logprobs": [None, {"2": {"logprob": -1}}, {"4": {"logprob": -1}}]}]}):
+        run(lambda _n, _request, answer=answer: (200, answer), body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,6 +63,7 @@ def sample(
     advantage: float = 1.0,
     is_positive: bool = False,
     version: int = 0,
+    teacher: Sequence[float] = (),
 ) -> TrainSample:
     return TrainSample(
         problem_id=name,
@@ -71,6 +73,7 @@ def sample(
         advantage=advantage,
         is_positive=is_positive,
         oldest_version=version,
+        teacher_logps=(0.0,) * len(prompt) + tuple(teacher) if teacher else (),
     )
 
 
@@ -84,6 +87,8 @@ def train_batch(old_logp_N: torch.Tensor, advantage_N: torch.Tensor, **changes: 
         "sampler_logp_N": old_logp_N,
         "ref_logp_N": nan_N,
         "old_entropy_N": nan_N,
+        "teacher_logp_N": torch.zeros_like(old_logp_N),
+        "distill_N": torch.zeros_like(old_logp_N),
         "correction_N": one_N,
         "scale_N": one_N,
         "lm_scale_N": torch.zeros_like(old_logp_N),
@@ -101,6 +106,16 @@ def random_samples(count: int, *, seed: int = 0, logp: float = -5.0) -> list[Tra
         sign = 1 if i % 2 else -1
         samples.append(sample(f"p{i // 2}", ids, [logp] * length, advantage=sign * (1 + i % 3), is_positive=sign > 0))
     return samples
+
+
+def scored_samples(count: int, *, logp: float = -5.0) -> list[TrainSample]:
+    """`random_samples` of which a teacher scored every row but the third, each token differently."""
+    generator = torch.Generator().manual_seed(1)
+    scored = []
+    for i, row in enumerate(random_samples(count, logp=logp)):
+        logps = (-4 - 3 * torch.rand(row.num_tokens, generator=generator)).tolist()
+        scored.append(replace(row, teacher_logps=() if i == 2 else tuple(logps)))
+    return scored
 
 
 def constant_rate(lr: float) -> RlOptimConfig:

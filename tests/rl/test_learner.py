@@ -7,11 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from rl_builders import ONE, constant_rate, random_samples, rl_config
+from rl_builders import ONE, constant_rate, random_samples, rl_config, scored_samples
 from torch import Tensor
 
 from klear_core.config.losses import LOSS_KINDS, ErcConfig
@@ -21,6 +22,7 @@ from klear_core.errors import ConfigError, TrainingError
 from klear_core.rl.groups import cut_minibatches
 from klear_core.rl.learner import Learner
 from klear_core.rl.losses import k3
+from klear_core.rl.rows import counts_of, tokens_of, with_tokens
 from klear_core.seeding import seed_for
 from klear_core.train.base_model import model_folder
 from klear_core.train.distributed import full_weights
@@ -178,6 +180,28 @@ def test_weights_do_not_depend_on_micro_batches(base: Path, tmp_path: Path, kind
     b = weights_after(base, tmp_path / "b", large, random_samples(8))
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=2e-6, rtol=0)
+
+
+def test_arrays_of_scored_rows_train_as_the_records_do(base: Path, tmp_path: Path) -> None:
+    cfg, samples = rl_config(distill={"coef": 0.5}, lm_coef=0.1), scored_samples(8)
+    rows = with_tokens(counts_of(samples), tokens_of(samples, range(8)))
+    a, b = learner(base, tmp_path / "a", cfg), learner(base, tmp_path / "b", cfg)
+    records, arrays = a.step(samples), b.step(rows)
+    assert {k: v for k, v in records.items() if "speed" not in k} == {
+        k: v for k, v in arrays.items() if "speed" not in k
+    }
+    assert same({k: w.clone() for k, w in a.weights().items()}, b.weights())
+
+
+def test_a_policy_learns_its_teachers_log_probs_of_its_answers_without_any_reward(base: Path, tmp_path: Path) -> None:
+    """The teacher gives every token of every answer the probability 1/e, where the policy starts near 1/261."""
+    samples = [replace(s, advantage=0.0, teacher_logps=(-1.0,) * s.num_tokens) for s in random_samples(8)]
+    cfg = rl_config(num_steps=40, old_logps="learner", optim=constant_rate(1e-2), distill={})
+    it = learner(base, tmp_path, cfg)
+    gaps = [it.step(samples)["rl/distill/kl"] for _ in range(40)]
+    assert gaps[0] == pytest.approx(1 - math.log(261), abs=0.5)
+    assert abs(gaps[-1]) < 0.5
+    assert all(abs(b) < abs(a) + 0.05 for a, b in pairwise(gaps[::5]))
 
 
 def test_m2po_masks_the_largest_log_ratios_of_the_mini_batch_in_any_micro_batches(base: Path, tmp_path: Path) -> None:

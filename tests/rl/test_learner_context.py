@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from gloo_ranks import run_ranks
-from rl_builders import ONE, random_samples, rl_config, tiny_base
+from rl_builders import ONE, rl_config, scored_samples, tiny_base
 from torch import Tensor
 
 from klear_core.config.losses import DppoConfig, ErcConfig, GppoConfig, GspoConfig, M2poConfig, TrmConfig
-from klear_core.config.rl import MismatchConfig, RlConfig, RlRuntime
+from klear_core.config.rl import DistillTermConfig, MismatchConfig, RlConfig, RlRuntime
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.rl.learner import Learner
 from klear_core.train.distributed import World
 
-SAMPLES = random_samples(8)
+SAMPLES = scored_samples(8)
 RUNTIME = {"device": "cpu", "tokens_per_microbatch": 24}
 
 
@@ -33,6 +33,7 @@ CASES = {
     "trm": config(loss=TrmConfig(max_divergence=0.6)),
     "m2po": config(loss=M2poConfig(max_second_moment=0.1)),
     "negative rows": config(loss=DppoConfig(max_divergence=1e-3), max_negative_kl=0.5),
+    "distillation": config(distill=DistillTermConfig(coef=0.5, normalise="sample"), lm_coef=0.1),
     "sequence masking": config(old_logps="learner", mismatch=MismatchConfig(truncate_at=2.0, max_sequence_ratio=1.05)),
 }
 
@@ -63,6 +64,7 @@ def test_two_ranks_of_a_context_learn_as_one_process(tmp_path: Path) -> None:
     assert 0 < one["trm"][0][1]["rl/clip/positive_frac"] + one["trm"][0][1]["rl/clip/negative_frac"] < 1
     for name in ("m2po", "negative rows"):
         assert 0 < one[name][0][1]["rl/clip/masked_frac"] < 1
+    assert "rl/distill/kl" in one["distillation"][0][0]
     assert 0 < one["sequence masking"][0][0]["rl/mismatch/masked_frac"] <= 1
     for name, (metrics, weights) in one.items():
         for a, b in zip(metrics, two[name][0], strict=True):

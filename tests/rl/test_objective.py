@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rl_builders import rl_config, sample
+from rl_builders import random_samples, rl_config, sample, scored_samples
 
 from klear_core.config.losses import LOSS_KINDS
 from klear_core.config.rewards import GrpoAdvantage
@@ -188,8 +188,6 @@ def micro_losses(
 @pytest.mark.parametrize("kind", [cls().kind for cls in LOSS_KINDS])
 @pytest.mark.parametrize("normalise", ["token", "sample", "budget"])
 def test_loss_gradient_and_statistics_do_not_depend_on_micro_batches(kind: str, normalise: str) -> None:
-    from rl_builders import random_samples
-
     rows = random_samples(9, logp=-5.4)
     cfg = rl_config(loss={"kind": kind}, normalise=normalise, lm_coef=0.1)
     whole = micro_losses(rows, pack(rows, tokens_per_microbatch=1 << 20).micro_batches, cfg)
@@ -197,6 +195,80 @@ def test_loss_gradient_and_statistics_do_not_depend_on_micro_batches(kind: str, 
     assert whole[0] == pytest.approx(single[0], rel=1e-9)
     torch.testing.assert_close(whole[1], single[1], rtol=1e-6, atol=1e-12)
     assert whole[2].metrics() == pytest.approx(single[2].metrics(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [cls().kind for cls in LOSS_KINDS])
+@pytest.mark.parametrize("normalise", ["token", "sample", "budget"])
+def test_distillation_does_not_depend_on_micro_batches(kind: str, normalise: str) -> None:
+    rows = scored_samples(9)
+    cfg = rl_config(loss={"kind": kind}, lm_coef=0.1, distill={"coef": 0.7, "normalise": normalise})
+    whole = micro_losses(rows, pack(rows, tokens_per_microbatch=1 << 20).micro_batches, cfg)
+    single = micro_losses(rows, pack(rows, tokens_per_microbatch=1).micro_batches, cfg)
+    assert whole[0] == pytest.approx(single[0], rel=1e-9)
+    torch.testing.assert_close(whole[1], single[1], rtol=1e-6, atol=1e-12)
+    assert whole[2].metrics() == pytest.approx(single[2].metrics(), rel=1e-5)
+    assert "rl/distill/kl" in whole[2].metrics()
+
+
+def test_distillation_moves_a_token_by_the_log_ratio_of_teacher_and_policy() -> None:
+    """No reward, ratios of 1: A = log teacher - log policy = (0.5, -0.2), with coefficient 2, over two tokens."""
+    rows = [sample("p", [0, 0], [-1.0, -1.0], advantage=0.0, teacher=[-0.5, -1.2])]
+    _, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]], rl_config(distill={"coef": 2.0}))
+    assert grad == pytest.approx([-2 * 0.5 / 2, 2 * 0.2 / 2], rel=1e-5)
+    _, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]], rl_config())
+    assert grad == pytest.approx([0, 0])  # not asked for
+
+
+def test_distillation_looks_at_the_present_policy_and_is_clipped_as_the_loss_says() -> None:
+    """Ratios 2 and 1/2 against the sampler. The first token's A = -0.5 + 1 > 0 is above the range: GPPO weighs it 1.28.
+    The second's A = -1.5 + 1 < 0 is below: 0.8. The third is where the teacher is: nothing, whatever the sampler had."""
+    logps = [-1.0, -1.0, -1.0]
+    olds = [-1.0 - math.log(2), -1.0 + math.log(2), -3.0]
+    rows = [sample("p", [0] * 3, olds, advantage=0.0, teacher=[-0.5, -1.5, -1.0])]
+    loss, grad = loss_and_logp_grad(rows, [logps], rl_config(distill={}))
+    assert grad == pytest.approx([-0.5 * 1.28 / 3, 0.5 * 0.8 / 3, 0], rel=1e-5)
+    assert loss == pytest.approx(-0.5 * 1.28 / 3 + 0.5 * 0.8 / 3, rel=1e-5)
+
+
+def test_each_term_has_its_own_divisor() -> None:
+    """Rewards: over all 5 tokens. Distillation: over the 3 of the scored row alone (token), or 1 row x 3 (sample), or 1 x 8
+    (budget). Language model: over the positive row's 2. Both advantages are 1, and so are the ratios."""
+    rows = [
+        sample("a", [0] * 3, [-1.0] * 3, advantage=1.0, teacher=[0.0] * 3),
+        sample("b", [0] * 2, [-1.0] * 2, advantage=1.0, is_positive=True),
+    ]
+    logps = [[-1.0] * 3, [-1.0] * 2]
+    for normalise, divisor in (("token", 3), ("sample", 3), ("budget", 8)):
+        cfg = rl_config(distill={"normalise": normalise}, lm_coef=0.5)
+        _, grad = loss_and_logp_grad(rows, logps, cfg)
+        assert grad == pytest.approx([-1 / 5 - 1 / divisor] * 3 + [-1 / 5 - 0.5 / 2] * 2, rel=1e-5)
+
+
+def test_a_reward_of_opposite_sign_is_weighed_against_the_teacher_before_the_clip() -> None:
+    """A = 1 - 1.5 = -0.5 at a ratio of 2: a negative token above the range, which GPPO leaves its ratio."""
+    rows = [sample("p", [0], [-1.0 - math.log(2)], advantage=1.0, teacher=[-2.5])]
+    _, grad = loss_and_logp_grad(rows, [[-1.0]], rl_config(distill={}))
+    assert grad == pytest.approx([0.5 * 2], rel=1e-5)
+
+
+def test_a_teacher_that_rules_a_token_out_stays_finite() -> None:
+    rows = [sample("p", [0, 0], [-1.0, -1.0], advantage=0.0, teacher=[-math.inf, -1e30])]
+    cfg = rl_config(distill={}, max_log_ratio=20)
+    _, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]], cfg)
+    assert grad == pytest.approx([20 / 2, 20 / 2])
+
+
+def test_the_gap_to_the_teacher_is_a_metric_of_the_scored_tokens() -> None:
+    rows = [sample("a", [0], [-1.0], teacher=[-1.5]), sample("b", [0], [-1.0])]
+    stats = micro_losses(rows, pack(rows, tokens_per_microbatch=1 << 20).micro_batches, rl_config(distill={}))[2]
+    unscored = [replace(row, teacher_logps=()) for row in rows]
+    without = micro_losses(unscored, pack(rows, tokens_per_microbatch=1 << 20).micro_batches, rl_config(distill={}))[2]
+    # the policy's log-prob of the token, from the table of `micro_losses`
+    weight_VH = torch.linspace(-1, 1, 256 * 4, dtype=torch.float64).reshape(256, 4).sin()
+    hidden_H = torch.linspace(-2, 2, 256 * 4, dtype=torch.float64).reshape(256, 4).cos()[2]
+    logp = torch.log_softmax(weight_VH @ hidden_H, 0)[0].item()
+    assert stats.metrics()["rl/distill/kl"] == pytest.approx(logp + 1.5, rel=1e-5)
+    assert "rl/distill/kl" not in without.metrics()
 
 
 def test_statistics_by_hand() -> None:

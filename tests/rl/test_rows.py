@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rl_builders import random_samples
+from rl_builders import random_samples, scored_samples
 
 from klear_core.rl.rows import counts_of, samples_here, tokens_of, with_tokens
 from klear_core.types import TrainSample
@@ -60,3 +60,16 @@ def test_a_rank_has_views_of_the_tokens_of_its_own_rows() -> None:
         assert rows[i].old_logps.tolist() == np.float32(SAMPLES[i].old_logps).tolist()
         assert np.shares_memory(rows[i].token_ids, tokens.ids)
     assert [row.problem_id for row in samples_here(rows)] == [SAMPLES[1].problem_id, SAMPLES[4].problem_id]
+
+
+def test_only_scored_rows_bring_teacher_log_probs() -> None:
+    samples = scored_samples(4)
+    counts, tokens = counts_of(samples), tokens_of(samples, [3, 2, 0])
+    assert [row.has_teacher for row in counts] == [True, True, False, True]
+    assert len(tokens.teacher_logps) == samples[3].num_tokens + samples[0].num_tokens
+    rows = with_tokens(counts, tokens)
+    for i in (0, 2, 3):
+        assert rows[i].teacher_logps.tolist() == np.float32(samples[i].teacher_logps).tolist()
+    assert len(rows[1].teacher_logps) == 0
+    assert [len(row.teacher_logps) for row in samples_here(rows)] == [samples[0].num_tokens, 0, samples[3].num_tokens]
+    assert len(tokens_of(random_samples(3), [0, 1, 2]).teacher_logps) == 0

@@ -17,6 +17,8 @@ from klear_core.generate.decoder.shape import DecoderShape
 from klear_core.generate.engine import WeightSource
 from klear_core.generate.model_weights import check_shapes, tensor_shapes, tensors
 
+_SCORED_TOGETHER = 256  # tokens whose logits are in memory at a time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
@@ -96,6 +98,27 @@ class Decoder:
             if i + 1 < self.shape.num_layers:
                 out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
                 x_NC = self._after_attention(i, x_NC, out_BHTD.transpose(1, 2).reshape(len(x_NC), -1))
+
+    def logps(self, tokens_T: Tensor, num_prompt: int, *, temperature: float) -> Tensor:
+        """Return the log-probs of the tokens after the first `num_prompt`, in float32, by one pass without a cache."""
+        x_TC, rotation = (
+            F.embedding(tokens_T, self.embed),
+            self._rotation(torch.arange(len(tokens_T), device=self.device)),
+        )
+        for i in range(self.shape.num_layers):
+            # [T, heads, D] -> [1, heads, T, D] for attention
+            q_1HTD, k_1KTD, v_1KTD = (y.transpose(0, 1)[None] for y in self._qkv(i, x_TC, rotation))
+            out_1HTD = F.scaled_dot_product_attention(q_1HTD, k_1KTD, v_1KTD, is_causal=True, enable_gqa=True)
+            x_TC = self._after_attention(i, x_TC, out_1HTD[0].transpose(0, 1).reshape(len(tokens_T), -1))
+        states_NC = self._rms_norm(x_TC[num_prompt - 1 : -1], self.norm)  # a token is predicted by the one before it
+        targets_N = tokens_T[num_prompt:]
+        found = []
+        # In parts, because logits of a long answer over a large vocabulary would need gigabytes at once.
+        for start in range(0, len(targets_N), _SCORED_TOGETHER):
+            part = slice(start, start + _SCORED_TOGETHER)
+            logps_NV = torch.log_softmax(F.linear(states_NC[part], self.head).float() / temperature, -1)
+            found.append(logps_NV.gather(1, targets_N[part, None])[:, 0])
+        return torch.cat(found)
 
     def decode(self, tokens_B: Tensor, places: Places, shared: KvCache, private: KvCache) -> Tensor:
         """Run one decode step at each row's position; returns logits_BV in float32."""

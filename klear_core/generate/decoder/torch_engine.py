@@ -26,7 +26,7 @@ from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
 from klear_core.generate.decoder.decode import NativeStep
 from klear_core.generate.decoder.model import Decoder
 from klear_core.generate.decoder.shape import read_shape
-from klear_core.generate.engine import OnTokens, SamplingParams, WeightSource
+from klear_core.generate.engine import OnTokens, SamplingParams, WeightSource, check_room, scored
 from klear_core.hf_config import FolderTokenizer
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
@@ -111,7 +111,7 @@ class TorchEngine:
         self, prompt_ids: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None
     ) -> list[Completion]:
         """Return what `generate` does; call `on_tokens` after each step with the tokens of each unfinished sample."""
-        self._check_prompt(prompt_ids)
+        self._check_prompt(prompt_ids, params)
         request = _Request(prompt_ids=tuple(prompt_ids), params=params, on_tokens=on_tokens)
         self._submit(request)
         try:
@@ -156,14 +156,13 @@ class TorchEngine:
                 reply.set_exception(error)
             self._unanswered.clear()
 
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+    def _check_prompt(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         shape = self._model.shape
-        if not 0 < len(prompt_ids) < shape.max_len:
-            raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {shape.max_len - 1} leave room for an answer")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= shape.vocab_size:
+        check_room(len(prompt_ids), params, shape.max_len)
+        lowest, highest = min(*prompt_ids, *params.scored_ids, 0), max(*prompt_ids, *params.scored_ids, 0)
+        if lowest < 0 or highest >= shape.vocab_size:
             raise ValueError(
-                f"prompt token ids reach from {min(prompt_ids)} to {max(prompt_ids)}, "
-                f"the vocabulary from 0 to {shape.vocab_size - 1}"
+                f"prompt token ids reach from {lowest} to {highest}, the vocabulary from 0 to {shape.vocab_size - 1}"
             )
 
     # The methods below run in the worker thread only.
@@ -197,6 +196,9 @@ class TorchEngine:
             is_idle = False  # only the first `get` may block
             match command:
                 case _Request():
+                    if command.params.scored_ids:
+                        self._score(command)
+                        continue
                     self._has_listener |= command.on_tokens is not None
                     self._waiting += self._rows(command)
                 case _Load():
@@ -219,6 +221,15 @@ class TorchEngine:
             )
             for i in range(request.params.num_samples)
         ]
+
+    def _score(self, request: _Request) -> None:
+        """Answer a request to score tokens, between two steps of the running batch."""
+        if request.is_cancelled:
+            return
+        params = request.params
+        tokens_T = torch.tensor([*request.prompt_ids, *params.scored_ids], device=self._model.device)
+        logps_N = self._model.logps(tokens_T, len(request.prompt_ids), temperature=params.temperature or 1.0)
+        self._answer(request.reply, [scored(params, logps_N.tolist(), version=self.version)])
 
     def _admit(self) -> None:
         """Fill the batch, by at least an eighth of it at a time unless fewer rows wait.

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_folder import END_ID, build_model, write_folder
+from decoder_folder import END_ID, FAMILIES, build_model, write_folder
 from transformers import Qwen3ForCausalLM
 
 from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.decoder.torch_engine import TorchEngine
-from klear_core.generate.engine import SamplingParams
+from klear_core.generate.engine import SamplingParams, score
 from klear_core.types import Completion
 
 MAX_LEN = 256
@@ -371,3 +371,21 @@ def test_a_worker_that_dies_fails_everybody_with_its_reason(folder: Path, model:
             await engine.generate(PROMPTS[2], params())
 
     run(folder, body)
+
+
+def test_scores_are_those_of_the_temperature_and_every_family(tmp_path: Path) -> None:
+    """At temperature 0.5 the log-probs of an answer are those of transformers' logits times two."""
+    answer = [70 + i % 100 for i in range(300)]  # more than the logits computed together
+    for family in FAMILIES:
+        model = build_model(family=family, max_len=512)
+        logits_TV = model(torch.tensor([[65, *answer]])).logits[0, :-1].float()
+        wanted_T = torch.log_softmax(logits_TV / 0.5, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        folder = write_folder(tmp_path / family, model)
+
+        async def body(folder: Path = folder) -> tuple[float, ...]:
+            engine = TorchEngine(folder, TorchEngineConfig(), num_threads=1)
+            found = await score(engine, [65], answer, temperature=0.5)
+            await engine.close()
+            return found
+
+        assert asyncio.run(body()) == pytest.approx(wanted_T.tolist(), abs=1e-4)
