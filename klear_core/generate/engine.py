@@ -66,8 +66,9 @@ async def score(
 ) -> tuple[float, ...]:
     """Return the log-probs that an engine's model gives the tokens of an answer, as if it had sampled them.
 
-    They are those of `log_softmax(logits / temperature)`, as the learner's. Raise ValueError if prompt and answer do not
-    leave room for one more token, or if the engine cannot score at this temperature: vLLM and endpoints can at 1 alone.
+    They are those of `log_softmax(logits / temperature)`, as the learner's. Raise ValueError if prompt and answer do
+    not leave room for one more token, or if the engine cannot score at this temperature: vLLM and endpoints can at 1
+    alone.
     """
     params = SamplingParams(
         num_samples=1,

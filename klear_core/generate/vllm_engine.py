@@ -272,7 +272,7 @@ class VllmEngine:
         raise ResourceError("vLLM ended a request without an answer")
 
     async def _scored(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        """Return the scored tokens: they are part of vLLM's prompt, of which it tells the log-probs, at temperature 1."""
+        """Return the scored tokens: they are part of vLLM's prompt, whose log-probs it tells at temperature 1."""
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
