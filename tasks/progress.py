@@ -157,12 +157,16 @@ class ProgressArtifact:
     flow_run_id: UUID | None
     task_run_id: UUID
     artifact_id: UUID | None = None
+    is_uncertain: bool = False
+    """Whether a server that then was gone may have made the artifact: its answer was never seen."""
 
     def show(self, shown: Shown) -> None:
         """Create or update the artifact on the server, in one short attempt."""
         from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
         with fail_fast_client(timeout_s=TIMEOUT_S) as client:
+            if self.is_uncertain and self.artifact_id is None:
+                self.artifact_id = self._made_before(client)
             if self.artifact_id is not None:
                 client.update_artifact(self.artifact_id, ArtifactUpdate(data=shown.percent, description=shown.text))
                 return
@@ -174,7 +178,17 @@ class ProgressArtifact:
                 flow_run_id=self.flow_run_id,
                 task_run_id=self.task_run_id,
             )
+            self.is_uncertain = True
             self.artifact_id = client.create_artifact(wanted).id
+
+    def _made_before(self, client: SyncPrefectClient) -> UUID | None:
+        from prefect.client.schemas import filters
+
+        ours = filters.ArtifactFilter(
+            key=filters.ArtifactFilterKey(any_=[self.key]),
+            task_run_id=filters.ArtifactFilterTaskRunId(any_=[self.task_run_id]),
+        )
+        return next((artifact.id for artifact in client.read_artifacts(artifact_filter=ours)), None)
 
 
 def artifact_of_current_run(stage: str) -> ProgressArtifact | None:

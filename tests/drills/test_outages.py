@@ -182,4 +182,4 @@ def outage(server: Server, tmp_path: Path, *, away_s: float, before_s: float = 0
     assert not once(lambda: psutil.pid_exists(pids[cancelled]), lambda is_there: not is_there, timeout_s=300)
     assert all("Crashed" not in run.states() for run in healthy)
     assert max(run.worst_step_s() for run in healthy) < STEP_S
-    assert middle.progress() == [(100.0, "base: done")]
+    assert (100.0, "base: done") in middle.progress()  # a request that timed out may have made another one

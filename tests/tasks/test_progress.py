@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from uuid import uuid4
 
+import httpx
 import pytest
 
 from tasks.progress import (
@@ -154,6 +157,53 @@ def test_no_step_waits_for_a_server_that_hangs_and_the_stage_ends_soon():
         all_s = time.monotonic() - before
     assert steps_s < SOON_S / 2  # a thousand times the request's timeout would be more than half an hour
     assert all_s < CLOSE_S + SOON_S
+
+
+def test_an_artifact_whose_answer_was_lost_is_found_again_instead_of_made_twice():
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    made: dict[str, dict[str, object]] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path.endswith("/filter"):
+                self.reply(list(made.values()))
+                return
+            now = "2026-01-01T00:00:00Z"
+            row = {**body, "id": str(uuid4()), "created": now, "updated": now}
+            made[row["id"]] = row
+            if len(made) == 1:
+                self.close_connection = True  # the server dies before it answers
+            else:
+                self.reply(row)
+
+        def do_PATCH(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            made[self.path.rsplit("/", 1)[1]].update(body)
+            self.reply({})
+
+        def do_GET(self) -> None:
+            self.send_error(404)  # it wants no tokens
+
+        def reply(self, value: object) -> None:
+            content = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    artifact = ProgressArtifact(key="rl-progress", flow_run_id=uuid4(), task_run_id=uuid4())
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
+        with pytest.raises(httpx.HTTPError):
+            artifact.show(Shown(percent=99, text="rl: 99 of 100"))
+        artifact.show(Shown(percent=100, text="rl: done"))
+    server.shutdown()
+    assert [(row["data"], row["description"]) for row in made.values()] == [(100, "rl: done")]
 
 
 def test_a_line_has_what_is_done_the_rate_and_the_time_left():
