@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from klear_core.config.evaluate import VllmEngineConfig
+from klear_core.config.losses import collapse_at
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import Stage
@@ -83,6 +84,8 @@ def show_plan(
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")
     for line in _loophole_lines(config, chosen):
         console.print(f"[yellow]rewards:[/] {escape(line)}")
+    for line in _collapse_lines(config, chosen):
+        console.print(f"[yellow]losses:[/] {escape(line)}")
     for problem in missing:
         console.print(f"[yellow]before you run:[/] {escape(problem)}")
     if with_config:
@@ -97,6 +100,23 @@ def _loophole_lines(config: PipelineConfig, chosen: Collection[str] | None) -> I
         if isinstance(training, RlConfig) and (chosen is None or stage.name in chosen):
             for loophole in training.reward.loopholes:
                 yield f"{stage.section}.{loophole}"
+
+
+def _collapse_lines(config: PipelineConfig, chosen: Collection[str] | None) -> Iterator[str]:
+    """Yield a line for each chosen RL stage on stale samples whose loss has collapsed on samples no older."""
+    for stage in stages_of(config):
+        training = stage.job.training()
+        if not isinstance(training, RlConfig) or training.max_staleness == 0:
+            continue
+        found = collapse_at(training.loss, training.max_staleness)
+        if found is None or (chosen is not None and stage.name not in chosen):
+            continue
+        yield (
+            f"{stage.section}.max_staleness = {training.max_staleness}: a tiny model collapsed with this loss "
+            f"({found.variant!r} of the grid {found.grid}, staleness {found.staleness}, rate {found.rate:g}) on "
+            f"{found.num_collapsed} of {found.num_runs} seeds, with {found.other!r} on none; "
+            "watch rl/clip/low_frac, and lower optim.lr first (docs/ablations.md)"
+        )
 
 
 def _plan_table(plans: Sequence[StagePlan]) -> Table:

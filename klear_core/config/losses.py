@@ -7,6 +7,7 @@ papers cite theirs, and "its code" is the code published with them.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -269,6 +270,62 @@ LossConfig = Annotated[
 
 LOSS_KINDS = get_args(get_args(LossConfig)[0])
 """The settings classes of all losses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collapses:
+    """Collapsed runs of a loss, where another loss on the same seeds and rate had none (Fisher's exact test)."""
+
+    loss: LossConfig
+    grid: str
+    """Grid of configs/ablations; docs/data has its runs by the same name."""
+    variant: str
+    other: str
+    """The variant that did not collapse."""
+    rate: float
+    staleness: int
+    """Weight versions that the samples lagged behind."""
+    num_collapsed: int
+    num_runs: int
+    """Of the loss; the other has as many."""
+
+
+COLLAPSES = (
+    Collapses(
+        loss=GppoConfig(),
+        grid="desk_losses_hot",
+        variant="paper",
+        other="grpo",
+        rate=2e-4,
+        staleness=0,
+        num_collapsed=5,
+        num_runs=5,
+    ),
+    Collapses(
+        loss=GppoConfig.model_validate({"preset": "ce_gppo"}),
+        grid="losses_fresh",
+        variant="ce_gppo_authors",
+        other="clip",
+        rate=4e-4,
+        staleness=0,
+        num_collapsed=5,
+        num_runs=5,
+    ),
+)
+"""A test counts them again in docs/data. Runs on stale samples are not published yet (docs/ablations.md)."""
+
+
+def collapse_at(loss: LossConfig, staleness: int) -> Collapses | None:
+    """Return known collapses of a loss like this on samples of at most this age, those on the oldest; else None."""
+    known = [found for found in COLLAPSES if found.staleness <= staleness and _collapses_like(loss, found.loss)]
+    return max(known, key=lambda found: found.staleness, default=None)
+
+
+def _collapses_like(loss: LossConfig, collapsed: LossConfig) -> bool:
+    """Return whether the losses are equal, or both `gppo` and the first weighs clipped negative tokens no less."""
+    if isinstance(loss, GppoConfig) and isinstance(collapsed, GppoConfig):
+        return loss.beta_low >= collapsed.beta_low
+    return loss == collapsed
 
 
 class ErcConfig(Settings):

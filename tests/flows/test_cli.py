@@ -89,6 +89,15 @@ def test_a_plan_warns_of_a_reward_that_can_be_played(klear, tmp_path):
     assert "rewards:" not in klear("run", "smoke", "--dry-run", "--until", "sft", *where, *published).out
 
 
+def test_a_plan_warns_of_a_loss_that_collapsed_where_its_samples_would_be_old(klear, tmp_path):
+    where = ("--set", f"workspace.root={tmp_path / 'ws'}")
+    assert "losses:" not in klear("plan", "smoke", *where).out
+    shown = klear("plan", "smoke", *where, "--set", "rl.max_staleness=4").out
+    assert "losses: rl.max_staleness = 4: a tiny model collapsed with this loss ('paper'" in shown
+    m2po = ("--set", "rl.max_staleness=4", "--set", "rl.loss.kind=m2po")
+    assert "losses:" not in klear("plan", "smoke", *where, *m2po).out
+
+
 def test_a_dry_run_shows_the_plan_and_makes_nothing(klear, tmp_path):
     shown = klear("run", ROOT / "configs/smoke", "--dry-run", "--set", f"workspace.root={tmp_path / 'ws'}")
     assert shown.status == 0

@@ -9,8 +9,10 @@ import pytest
 
 from flows.ablate import plan_runs
 from klear_core.config.ablation import AblationConfig, load_ablation
+from klear_core.config.losses import COLLAPSES, Collapses, collapse_at
 from klear_core.evaluate.compare.published import as_markdown, read_cells, table_of
 from klear_core.evaluate.stats.intervals import seed_spread
+from klear_core.evaluate.stats.significance import fisher_exact_p
 
 ROOT = Path(__file__).parents[3]
 DATA = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
@@ -51,6 +53,23 @@ def test_the_runs_are_those_of_the_grid_each_once(file: Path) -> None:
             assert (r.minibatches_per_step, r.steps) == (rl.minibatches_per_step, rl.num_steps)
         assert r.collapsed == r.result.has_collapsed
         assert r.result.commit
+
+
+@pytest.mark.parametrize("known", COLLAPSES, ids=lambda known: f"{known.grid} {known.variant}")
+def test_collapses_that_plan_warns_of_are_counted_in_the_runs(known: Collapses) -> None:
+    file = ROOT / "docs" / "data" / f"{known.grid}.jsonl"
+    runs = [r for r in read_cells(file) if r.learning_rate == known.rate]
+    of_loss = [r.collapsed for r in runs if r.variant == known.variant]
+    of_other = [r.collapsed for r in runs if r.variant == known.other]
+    assert (sum(of_loss), len(of_loss)) == (known.num_collapsed, known.num_runs)
+    assert (sum(of_other), len(of_other)) == (0, known.num_runs)
+    assert fisher_exact_p((sum(of_loss), 0), (known.num_runs, known.num_runs)) < 0.05
+    planned = plan_runs(grid_of(file), [])
+    (rl, *others) = [run.config.rl for cell, run in planned.items() if cell.variant == known.variant]
+    assert rl is not None
+    assert all(other is not None and other.loss == rl.loss for other in others)
+    assert collapse_at(rl.loss, known.staleness) == known
+    assert rl.max_staleness == known.staleness
 
 
 def test_the_difference_at_own_rates_is_computed_from_the_runs() -> None:
