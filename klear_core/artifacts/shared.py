@@ -128,8 +128,9 @@ _BEGAN = "began"
 """File beside a working folder, touched when a pass begins: older files are complete. It gives the time by the clock
 of the file system, which also stamps the other files; that of this machine may be another."""
 _TICK_S, _MOST_TICKS = 0.002, 1000
-_SENT_SCRATCH = "shown"
-"""The only scratch folder that is sent: answers of earlier RL steps, which no input or checkpoint can restore."""
+_SENT_SCRATCH = ("shown", "delayed")
+"""The only scratch folders that are sent: answers of earlier RL steps, and samples that wait for theirs. No input
+or checkpoint can restore them."""
 _NOT_SENT = ("model", "adapter", "optimizer", "state", "unfinished")
 """Folders that are not sent: results written from the last checkpoint, and checkpoints, which their ranks send."""
 
@@ -322,5 +323,5 @@ def finish_work(workdir: Path) -> None:
 def _is_sent(name: str) -> bool:
     parts = name.split("/")
     if parts[0] == SCRATCH:
-        return len(parts) > 2 and parts[1] == _SENT_SCRATCH
+        return len(parts) > 2 and parts[1] in _SENT_SCRATCH
     return not any(part in _NOT_SENT for part in parts)

@@ -35,7 +35,17 @@ from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
-from klear_core.rl.rollout import Collector, Lookahead, Rollouts, Sampler, StepRollouts, no_rewards, now
+from klear_core.rl.rollout import (
+    Collector,
+    DelayedRollouts,
+    Lookahead,
+    Rollouts,
+    Sampler,
+    StepRollouts,
+    no_rewards,
+    now,
+    waiting_batch,
+)
 from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
 from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
 from klear_core.rl.stream import Curriculum, PromptStream
@@ -125,7 +135,7 @@ async def run_rl(
                     engine_status=workers.status,
                     custom_rewards=custom_rewards,
                 )
-                rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
+                rollouts = rollouts_of(setup, sampler, stream, progress)
                 step_log = StepLog(setup.cfg, progress, watch, shown=_shown(setup))
                 async with Curve(inline_eval, watch, setup.cfg, workdir=setup.workdir) as curve:
                     with loop_watched("engines, ranks and judges wait for it"):
@@ -314,10 +324,22 @@ def _shown(setup: RlSetup) -> Path:
     return setup.workdir / "scratch" / "shown"
 
 
+def _delayed(setup: RlSetup) -> Path:
+    """Return the folder of the batches that wait for their steps in delayed mode."""
+    return setup.workdir / "scratch" / "delayed"
+
+
 def stream_of(
     setup: RlSetup, problems: Sequence[Problem], pass_rates: Mapping[str, PassRate] | None, progress: RlState
 ) -> PromptStream:
-    """Return the stream of prompts where `progress` left it."""
+    """Return the stream of prompts where `progress` left it, or where the last batch sampled ahead of it did."""
+    step, position, memory = progress.step, progress.position, progress.memory
+    if setup.cfg.rollout.mode == "delayed" and step > 0:
+        # Batches of as many more steps wait in files, and their prompts are not asked again.
+        step = min(step + setup.cfg.max_staleness, setup.cfg.num_steps)
+        if step > progress.step:
+            last = waiting_batch(_delayed(setup), step - 1)
+            position, memory = last.position, last.memory
     curriculum = None
     if setup.cfg.curriculum is not None:
         curriculum = Curriculum(
@@ -326,16 +348,19 @@ def stream_of(
             seed=setup.seed,
             samples_per_group=setup.cfg.rollout.samples_per_group,
             pass_rates=pass_rates or {},
-            step=progress.step,
-            memory=progress.memory,
+            step=step,
+            memory=memory,
         )
-    return PromptStream(problems, seed=setup.seed, position=progress.position, curriculum=curriculum)
+    return PromptStream(problems, seed=setup.seed, position=position, curriculum=curriculum)
 
 
-def rollouts_of(cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress: RlState) -> Rollouts:
-    """Return the groups of all remaining steps, in rounds or continuously."""
+def rollouts_of(setup: RlSetup, sampler: Sampler, stream: PromptStream, progress: RlState) -> Rollouts:
+    """Return the groups of all remaining steps, in rounds, delayed or continuously."""
+    cfg = setup.cfg
     if cfg.rollout.mode == "continuous":
         return ContinuousRollouts(sampler, stream, cfg, step=progress.step, again=progress.unfinished)
     collector = Collector(sampler, stream, cfg)
+    if cfg.rollout.mode == "delayed":
+        return DelayedRollouts(collector.collect, _delayed(setup), cfg, step=progress.step)
     # Version v permits the batch of step v + depth. So no answer is more than `max_staleness` versions old.
     return Lookahead(collector.collect, depth=cfg.max_staleness, num_batches=cfg.num_steps - progress.step)

@@ -1,11 +1,12 @@
 """Turn prompts into judged groups of answers. Every answer is a separate request, judged as soon as it arrives.
 
-These invariants hold in both modes, rounds (here) and continuous (`continuous.py`):
+These invariants hold in all modes, rounds and delayed (here) and continuous (`continuous.py`):
 - Every prompt reaches the learner exactly once or is counted: the group of each position of the stream is in one step's
   `StepRollouts.kept`, or in one step's `drops` with a reason.
 - An answer's seed follows from its position and index alone, its problem from the position, with a curriculum also from
   the groups of the steps before; so a resumed run asks the same again.
-- No token of an answer that is trained on is more than `max_staleness` versions of the weights old.
+- No token of an answer that is trained on is more than `max_staleness` versions of the weights old; in delayed mode
+  (`DelayedRollouts`) all of them are exactly as old, in the first steps less.
 - A failure of a judge or a reward function is never a reward: that answer leaves its group and is counted.
 - If nothing is sampled or judged for `stall_timeout_s`, the run ends with an error that says what is pending.
 """
@@ -13,10 +14,12 @@ These invariants hold in both modes, rounds (here) and continuous (`continuous.p
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -399,3 +402,66 @@ class Lookahead:
         if previous is not None:
             await asyncio.wait([previous])  # does not raise: `next` raises the error of that batch
         return await self._collect()
+
+
+class DelayedRollouts:
+    """Give each step the batch that the policy of exactly `delay` versions before has sampled.
+
+    The first policy samples for the steps 0 to `delay`; from then on, version v samples for step v + `delay`. Nothing
+    is sampled while the learner updates. Batches wait as files in `folder`, from which a resumed run takes them: the
+    policies that have sampled them are gone.
+    """
+
+    def __init__(
+        self, collect: Callable[[], Awaitable[StepRollouts]], folder: Path, cfg: RlConfig, *, step: int
+    ) -> None:
+        """`step` is the next step, and the version of the engines."""
+        self._collect = collect
+        self._folder = folder
+        self._step = step
+        self._delay = cfg.max_staleness
+        self._num_steps = cfg.num_steps
+        # A checkpoint that is still being written does not count, so a resumed run may begin at the one before it.
+        self._num_kept = 2 * cfg.runtime.checkpoint.every_steps
+
+    async def __aenter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def allow_another(self) -> None:
+        """Do nothing: the next batch is sampled by `next`."""
+
+    async def next(self) -> StepRollouts:
+        """Sample what the engines' version has to sample, and return the batch of the next step."""
+        first = self._step + self._delay if self._step > 0 else 0
+        for step in range(first, min(self._step + self._delay + 1, self._num_steps)):
+            batch = await self._collect()
+            temporary = self._folder / "next.tmp"
+            temporary.write_bytes(pickle.dumps(batch))
+            temporary.replace(_batch_file(self._folder, step))
+        batch = waiting_batch(self._folder, self._step)
+        _batch_file(self._folder, self._step - self._num_kept).unlink(missing_ok=True)
+        self._step += 1
+        return batch
+
+
+def waiting_batch(folder: Path, step: int) -> StepRollouts:
+    """Return the delayed batch of a step. TrainingError if its file is not there."""
+    file = _batch_file(folder, step)
+    try:
+        batch = pickle.loads(file.read_bytes())  # noqa: S301  the run's own file
+    except FileNotFoundError:
+        raise TrainingError(
+            f"{file}: the samples of step {step} are gone, and so is the policy that made them; "
+            "delete the unfinished stage to begin again"
+        ) from None
+    assert isinstance(batch, StepRollouts), file
+    return batch
+
+
+def _batch_file(folder: Path, step: int) -> Path:
+    return folder / f"{step:08d}.pkl"

@@ -42,6 +42,11 @@ def test_engines_cannot_sleep_while_they_sample() -> None:
     ).rollout.sleeps_between_rollouts
 
 
+def test_the_loss_of_a_delayed_step_sees_how_old_its_samples_are() -> None:
+    with pytest.raises(ValueError, match='mode = "delayed" with old_logps = "learner"'):
+        RlConfig.model_validate({"rollout": {"mode": "delayed"}, "max_staleness": 4})
+
+
 def test_engines_sample_with_the_positions_that_the_learner_has() -> None:
     with pytest.raises(
         ValueError, match=r"rollout\.engine\.yarn_factor = 2\.5: the learner's positions are not stretched"
@@ -65,6 +70,7 @@ def test_a_length_penalty_needs_room_for_answers_without_it() -> None:
     [
         ({}, 2),  # sampler and learner work in turn
         ({"max_staleness": 1}, 4),
+        ({"max_staleness": 1, "old_logps": "sampler", "rollout": {"mode": "delayed"}}, 2),  # samples in turn, too
         ({"curve": {"benchmark": "heldout"}}, 4),  # sampled while the learner works
     ],
 )

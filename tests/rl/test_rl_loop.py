@@ -32,7 +32,7 @@ from klear_core.config.evaluate import SamplingConfig, TorchEngineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.settings import RareYieldLimits
 from klear_core.config.verify import VerifyConfig
-from klear_core.errors import DataError
+from klear_core.errors import DataError, TrainingError
 from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
 from klear_core.metrics import METRICS_FILE, MetricsFile, NullTelemetry, read_metrics
@@ -101,6 +101,49 @@ def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(
     assert resumed.counters() == whole.counters()
     assert bool(resumed.memory.seen) == (curriculum is not None)
     assert same_weights(tmp_path / "whole", tmp_path / "killed")
+
+
+def delayed(**changes: object) -> RlConfig:
+    """Four steps on samples that are two versions old, from the third step on."""
+    cfg = rl_config(num_steps=4, max_staleness=2, **changes)
+    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"mode": "delayed"})})
+
+
+def test_delayed_steps_train_on_samples_of_exactly_as_many_versions_before(base: Path, tmp_path: Path) -> None:
+    progress, telemetry = run(delayed(), base, tmp_path)
+    assert telemetry.column("rl/staleness/mean") == telemetry.column("rl/staleness/max") == [0, 1, 2, 2]
+    assert progress.position == 4 * 4  # every prompt was asked once
+
+
+def test_a_delay_of_none_is_the_same_run_as_rounds(base: Path, tmp_path: Path) -> None:
+    at_once = delayed().model_copy(update={"max_staleness": 0})
+    run(at_once, base, tmp_path / "delayed")
+    run(rl_config(num_steps=4), base, tmp_path / "rounds")
+    assert same_weights(tmp_path / "delayed", tmp_path / "rounds")
+
+
+@pytest.mark.parametrize("curriculum", [None, {}], ids=["uniform", "curriculum"])
+@pytest.mark.parametrize("fail_at", [1, 2, 4])
+def test_a_killed_delayed_run_trains_on_the_samples_of_policies_that_are_gone(
+    base: Path, tmp_path: Path, fail_at: int, curriculum: dict[str, float] | None
+) -> None:
+    cfg = delayed(curriculum=curriculum)
+    whole, _ = run(cfg, base, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg, base, tmp_path / "killed", telemetry=Recorder(fail_at=fail_at))
+    resumed, telemetry = run(cfg, base, tmp_path / "killed")
+    assert telemetry.steps == list(range(fail_at, 5))
+    assert resumed.counters() == whole.counters()
+    assert same_weights(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_delayed_run_without_its_waiting_samples_says_so(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(delayed(), base, tmp_path, telemetry=Recorder(fail_at=2))
+    for file in (tmp_path / "scratch" / "delayed").iterdir():
+        file.unlink()
+    with pytest.raises(TrainingError, match="the samples of step 2 are gone"):
+        run(delayed(), base, tmp_path)
 
 
 def test_a_curriculum_that_samples_ahead_resumes_with_the_memory_of_its_checkpoint(base: Path, tmp_path: Path) -> None:

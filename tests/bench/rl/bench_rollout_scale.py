@@ -39,6 +39,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.generate.factory import num_slots
 from klear_core.generate.model_size import engine_fit, known_size
 from klear_core.metrics import METRICS_FILE, NullTelemetry
+from klear_core.rl.interfaces import RlSetup
 from klear_core.rl.loop import StepLog, rollouts_of, run_steps
 from klear_core.rl.rollout import Sampler
 from klear_core.rl.state import Curve, RlState, Watch
@@ -209,7 +210,8 @@ async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[s
     probe = _Probe(setup, engines, learner, progress)
     await engines.start()
     sampler = Sampler(engines, judges.judge, SimulatedTokenizer(), cfg, seed=0, engine_status=lambda: "engines")
-    rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), progress)
+    job = RlSetup(cfg=cfg, model=Path(), seed=0, workdir=folder)
+    rollouts = rollouts_of(job, sampler, PromptStream(_problems(), seed=0), progress)
     step_log = StepLog(cfg, progress, Watch(cfg, probe, folder / METRICS_FILE), shown=folder / "shown")
     with suppress(_Measured):
         await run_steps(cfg, learner, engines, rollouts, step_log, Curve(None, probe, cfg, workdir=folder))
