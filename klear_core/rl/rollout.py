@@ -430,7 +430,8 @@ class DelayedRollouts:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        """Do nothing: no request is running."""
 
     def allow_another(self) -> None:
         """Do nothing: the next batch is sampled by `next`."""

@@ -105,8 +105,9 @@ def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(
 
 def delayed(**changes: object) -> RlConfig:
     """Four steps on samples that are two versions old, from the third step on."""
-    cfg = rl_config(num_steps=4, max_staleness=2, **changes)
-    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"mode": "delayed"})})
+    sampling = SamplingConfig(max_new_tokens=8)
+    rollout = RolloutConfig(groups_per_step=4, samples_per_group=4, mode="delayed", sampling=sampling)
+    return rl_config(**{"num_steps": 4, "max_staleness": 2, "rollout": rollout} | changes)
 
 
 def test_delayed_steps_train_on_samples_of_exactly_as_many_versions_before(base: Path, tmp_path: Path) -> None:
@@ -116,8 +117,7 @@ def test_delayed_steps_train_on_samples_of_exactly_as_many_versions_before(base:
 
 
 def test_a_delay_of_none_is_the_same_run_as_rounds(base: Path, tmp_path: Path) -> None:
-    at_once = delayed().model_copy(update={"max_staleness": 0})
-    run(at_once, base, tmp_path / "delayed")
+    run(delayed(max_staleness=0), base, tmp_path / "delayed")
     run(rl_config(num_steps=4), base, tmp_path / "rounds")
     assert same_weights(tmp_path / "delayed", tmp_path / "rounds")
 
