@@ -157,7 +157,7 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         ("color", r"\\(?:text)?color\s*(?:\[[a-zA-Z]+\])?\s*\{[^{}]*\}", " "),
         ("colorbox", r"\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}|\\colorbox\s*\{[^{}]*\}", r"\\fbox"),
         (
-            "bbox class style enclose",
+            "bbox class style cssId enclose",
             r"\\bbox\s*(?:\[[^\[\]]*\])?(?=\s*\{)|\\(?:class|style|cssId|enclose)\s*\{[^{}]*\}(?=\s*\{)",
             r"\\fbox",
         ),
