@@ -3,13 +3,12 @@
 import asyncio
 import logging
 import multiprocessing
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from decoder_folder import build_model, write_folder
+from last_words import fail
 
 from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig, VllmRuntime
 from klear_core.generate.engine import EngineStats, combined, limit_of, load_of
@@ -17,16 +16,6 @@ from klear_core.generate.model_size import engine_fit, size_of_hf
 from klear_core.generate.vllm_engine import compare_cache
 from klear_core.generate.vllm_process import Gauge, ProcessLog
 from klear_core.hf_config import read_hf_config
-
-
-def fail(words: str) -> None:
-    """A process that says something in each way there is, starts another one, and dies."""
-    print("(Worker pid=1) INFO 11-24 15:35:35 [core.py:1] of no interest", flush=True)
-    print("printed by Python", file=sys.stderr, flush=True)
-    os.write(1, b"written by C\n")
-    os.system("echo said by a grandchild >&2")
-    os.write(2, words.encode())
-    os._exit(1)
 
 
 def output_of(tmp_path: Path, words: str) -> str:

@@ -124,8 +124,8 @@ REFERENCES += [
 
 @pytest.fixture(scope="module")
 def quick_pool() -> Iterator[JudgePool]:
-    """A short limit of CPU time: what a bomb needs, no reference here does."""
-    with build_judge_pool(VerifyConfig(math=MathConfig(cpu_s=0.3), runtime=VerifyRuntime(math_workers=2))) as pool:
+    """A short limit of CPU time: a bomb needs more, and no reference here, also not the first one of a worker, which loads the parser."""
+    with build_judge_pool(VerifyConfig(math=MathConfig(cpu_s=0.6), runtime=VerifyRuntime(math_workers=2))) as pool:
         yield pool
 
 

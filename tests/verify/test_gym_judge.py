@@ -10,7 +10,7 @@ from verify_builders import boxed, problem
 
 from klear_core.config.curate import DifficultyConfig
 from klear_core.config.data import REASONING_GYM, GymSource
-from klear_core.config.verify import VerifyConfig
+from klear_core.config.verify import GYM_JUDGE, VerifyConfig
 from klear_core.data.candidates import problem_from
 from klear_core.data.sources import read_source
 from klear_core.types import AnswerToJudge, CustomReference, Domain, Outcome, Problem
@@ -23,9 +23,13 @@ EVALUATED = ["string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "
 """Tasks whose scorers evaluate text."""
 
 
-def problems(task: str, num_problems: int = 2, **settings: object) -> list[Problem]:
-    source = GymSource.model_validate({"task": task, "num_problems": num_problems} | settings)
-    return [problem_from(row, DifficultyConfig()) for row in read_source(source, seed=0)]  # type: ignore[arg-type]
+def problems(task: str, num_problems: int = 2, **config: object) -> list[Problem]:
+    """The first problems of a task; they are made in this process, as a source's process starts for seconds."""
+    dataset = gym.open_dataset(task, config, seed=1, size=num_problems)
+    values = [gym.reference_value(task, config, None, dataset[i]) for i in range(num_problems)]
+    return [
+        problem(CustomReference(judge=GYM_JUDGE.name, domain=Domain.MATH, value_json=json.dumps(v))) for v in values
+    ]
 
 
 def value_of(problem: Problem) -> dict:
@@ -41,6 +45,14 @@ def pool() -> Iterator[JudgePool]:
 
 def think(answer: str) -> str:
     return f"<think>\nhm\n</think>\n{answer}"
+
+
+def test_a_problem_of_a_source_is_judged_by_its_answer(pool):
+    source = GymSource.model_validate({"task": "chain_sum", "num_problems": 1})
+    (row,) = read_source(source, seed=0)
+    asked = problem_from(row, DifficultyConfig())  # type: ignore[arg-type]
+    assert pool.judge(asked, think(boxed(value_of(asked)["answer"]))).is_correct
+    assert not pool.judge(asked, think(boxed("no"))).is_correct
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "n_queens", "rotate_matrix", "countdown", "arc_agi", "power_function"])
@@ -80,7 +92,7 @@ def test_the_last_answer_tag_counts_and_a_box_comes_before_it(pool):
 
 
 def test_text_commands_around_an_answer_are_taken_off(pool):
-    (day,) = problems("calendar_arithmetic", 1, config={"tasks": ("weekday_of_date",)})
+    (day,) = problems("calendar_arithmetic", 1, tasks=("weekday_of_date",))
     assert pool.judge(day, think(boxed(rf"\text{{{value_of(day)['answer']}}}"))).is_correct
 
 
@@ -98,8 +110,7 @@ def test_text_commands_around_an_answer_are_taken_off(pool):
     ],
 )
 def test_a_program_in_an_answer_is_not_run(task, program, tmp_path: Path):
-    (asked,) = problems(task, 1) if task not in _ASKED else [_ASKED[task]]
-    _ASKED[task] = asked
+    (asked,) = problems(task, 1)
     touched = tmp_path / "touched"
     text = program.format(file=touched)
     answer = AnswerToJudge(
@@ -107,9 +118,6 @@ def test_a_program_in_an_answer_is_not_run(task, program, tmp_path: Path):
     )
     assert gym.score(answer) < 0.1
     assert not touched.exists()
-
-
-_ASKED: dict[str, Problem] = {}
 
 
 def test_every_scorer_that_evaluates_text_is_known():
