@@ -51,7 +51,7 @@ def shown(answer):
     return True
 """
 JUDGES = [
-    {"name": "near", "function": "my_judges:near", "timeout_s": 0.3, "memory_mb": 256},
+    {"name": "near", "function": "my_judges:near", "timeout_s": 1.0, "memory_mb": 256},
     {"name": "words", "function": "my_judges:words", "memory_mb": 256},
     {"name": "part-of", "function": "my_judges:part", "memory_mb": 256},
     {"name": "shown", "function": "my_judges:shown", "memory_mb": 256},
