@@ -188,7 +188,7 @@ _WAIT = "wait: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What one track of a trace did, or what the driver waited for, between two times in seconds."""
+    """Work of one track of a trace, or a wait of the driver, between two times in seconds."""
 
     track: str
     name: str

@@ -18,7 +18,7 @@ from klear_core.config.evaluate import (
     InlineEvalConfig,
     LocalEngineConfig,
 )
-from klear_core.config.rl import RlConfig
+from klear_core.config.rl import NO_TEACHER, RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.submit import SubmitConfig
 from klear_core.config.train import GivenConfig, ModelConfig, SftConfig, TinyModelConfig
@@ -237,6 +237,13 @@ class PipelineConfig(Settings):
                     f"{section}.runtime.curve.benchmark = {curve.benchmark!r} is none of the benchmarks, which are: "
                     f"{there}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _no_term_without_its_numbers(self) -> PipelineConfig:
+        for section, training in (("rl", self.rl), ("rl_code", self.rl_code)):
+            if training is not None and training.distill is not None:
+                raise ValueError(f"{section}.{NO_TEACHER}")
         return self
 
     @model_validator(mode="after")

@@ -203,6 +203,10 @@ class RlRuntime(TrainRuntime):
     """Limits on answers that cannot be right; checked from step 10 on."""
 
 
+NO_TEACHER = "distill is set, but no stage gives answers a teacher's log-probs yet; leave it out"
+"""Why RL refuses a setting that would change nothing."""
+
+
 class DistillTermConfig(Settings):
     """On-policy distillation: the advantage of a token is the log-ratio of teacher and policy, whose mean under the
     policy is minus KL(policy, teacher). Added to the advantage of the rewards."""
@@ -273,7 +277,8 @@ class RlConfig(Settings):
     """Alpha, the weight of the language-model loss on positive samples: correct ones with the tags that `reward`
     requires. Equation 13 prints a mean probability; the scripts and we use the log-probability."""
     distill: DistillTermConfig | None = None
-    """Learn from the teacher's log-probs of the answers as well; None: from rewards alone."""
+    """Learn from the teacher's log-probs of the answers as well, where samples bring them to the `Learner`. No stage
+    asks a teacher for them yet, so that RL refuses it; None: from rewards alone."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 estimate of KL(policy, initial model); the paper has none. Above 0 a frozen copy is kept;
     with `lora` it is the policy without its adapters."""

@@ -268,7 +268,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """What one of them did, and the share of the time in which it worked; empty for the driver, which also waits."""
+    """Work of the driver, the learner or an engine, and its share of the time; none for the driver, which also waits."""
 
     name: str
     blocks: tuple[Block, ...]

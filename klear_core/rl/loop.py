@@ -25,9 +25,10 @@ from pathlib import Path
 from klear_core import stopping
 from klear_core.artifacts.manifest import DropCounts, StageSummary, check_yield
 from klear_core.artifacts.shared import send_work
-from klear_core.config.rl import RlConfig, RolloutConfig
+from klear_core.config.rl import NO_TEACHER, RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
+from klear_core.errors import ConfigError
 from klear_core.generate.engine import SleepingEngine, TrainableEngine, load_of
 from klear_core.metrics import METRICS_FILE, SILENT, Telemetry
 from klear_core.prompts import load_tokenizer
@@ -65,11 +66,13 @@ def train_rl(
     A rerun with the same `workdir` continues from the last checkpoint. Without `workers`, learner and engine are in
     this process. `open_inline_eval` opens the scores that are taken while training goes on.
 
-    Raise DataError if the domain has no problems or almost no group is informative, CollapseError if most answers
-    become useless, TrainingError if sampling makes no progress, too many updates are skipped or too many workers are
-    lost.
+    Raise ConfigError for `distill`, DataError if the domain has no problems or almost no group is informative,
+    CollapseError if most answers become useless, TrainingError if sampling makes no progress, too many updates are
+    skipped or too many workers are lost.
     """
     cfg, workdir = setup.cfg, setup.workdir
+    if cfg.distill is not None:
+        raise ConfigError(NO_TEACHER)
     for loophole in cfg.reward.loopholes:
         log.warning("%s", loophole)
     workers = workers or LocalWorkers()

@@ -52,6 +52,14 @@ def test_a_profile_that_names_the_default_kind_keeps_what_the_extended_one_sets(
     assert load_profile(other).rl.loss == ClipConfig()
 
 
+@pytest.mark.parametrize("section", ["rl", "rl_code"])
+def test_a_term_for_which_no_stage_makes_numbers_is_refused(profile, section):
+    with pytest.raises(
+        ConfigError, match=rf"{section}.distill is set, but no stage gives answers a teacher's log-probs"
+    ):
+        load_profile(profile, [f"{section}.distill.coef=0.5"])
+
+
 def test_a_lock_file_of_an_editor_is_no_part_of_a_profile(profile):
     (profile / ".#rl.toml").symlink_to("someone@machine.4711")  # Emacs's, while there are unsaved changes
     assert load_profile(profile).rl.num_steps == 7

@@ -64,7 +64,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What starts a submission."""
+    """Files and commands that start a submission."""
 
     files: Mapping[str, str]
     """Texts by path in the submission's folder."""
