@@ -268,7 +268,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """Work of the driver, the learner or an engine, and its share of the time; none for the driver, which also waits."""
+    """Work of the driver, learner or an engine, and its share of the time; none for the driver, which waits too."""
 
     name: str
     blocks: tuple[Block, ...]
