@@ -248,6 +248,8 @@ _KIND_OF = {
     "offer its weights": "weights",
     "send its weights": "weights",
 }
+_SHORTEST_WAIT_S = 0.05
+"""Shorter ones in all would read "0.0 s"."""
 _NARROWEST = 0.1
 """Percent of the width below which a gap is not seen, so that the blocks around it are one."""
 
@@ -305,7 +307,8 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
     for span in cut:
         if span.waited_for:
             waits[span.waited_for] = waits.get(span.waited_for, 0.0) + span.end - span.start
-    longest = sorted(waits.items(), key=lambda wait: -wait[1])[:_MOST_WAITS]
+    noticed = [wait for wait in waits.items() if wait[1] >= _SHORTEST_WAIT_S]
+    longest = sorted(noticed, key=lambda wait: -wait[1])[:_MOST_WAITS]
     return Timeline(
         num_steps=len(starts),
         seconds=duration(high - low),

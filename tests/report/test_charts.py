@@ -109,6 +109,7 @@ def test_a_timeline_shows_who_works_and_for_whom_the_driver_waits() -> None:
             span("rollout actor 1", "sample", start, start + 3),
             span("learner", STEP, start + 6, start + 10),
             span("wait: the engines", "load the weights of version 1", start + 9, start + 10),
+            span("wait: the learner", "do a step", start + 6, start + 6.02),  # 0.04 s in all reads as none
         ]
     shown = timeline(spans)
     assert shown is not None
