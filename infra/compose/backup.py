@@ -31,7 +31,9 @@ def save(folder: Path) -> None:
     store = s3fs.S3FileSystem()
     for bucket in store.ls(""):
         for key in store.find(bucket):
-            store.get_file(key, part / "objects" / key)
+            file = part / "objects" / key
+            file.parent.mkdir(parents=True, exist_ok=True)
+            store.get_file(key, file)
     with tarfile.open(part / "runs.tar", "w") as out:
         if RUNS.is_dir():
             out.add(RUNS, filter=_finished)
