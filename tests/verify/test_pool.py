@@ -64,7 +64,7 @@ def test_the_hard_score_stops_at_the_first_failure(sandbox_name: str) -> None:
 
 def test_tests_after_too_many_timeouts_are_not_run(sandbox_name: str) -> None:
     reference = stdin_reference(*((str(i), "1") for i in range(6)))
-    with build_judge_pool(code_config(cpu_s=0.5, max_timeouts=2)) as pool:
+    with build_judge_pool(code_config(cpu_s=0.2, max_timeouts=2)) as pool:
         assert "stopped after 2" in pool.judge(problem(reference), fenced("while True: pass")).detail
 
 

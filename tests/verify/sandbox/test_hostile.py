@@ -41,7 +41,8 @@ def verdicts(sandbox_name: str) -> dict[str, Verdict]:
         futures = {}
         for i, (name, text, reference) in enumerate(PROGRAMS):
             futures[name] = pool.submit(problem(with_limits(name, reference)), fenced(text))
-            futures[f"good {i}"] = pool.submit(problem(ADD_STDIN), fenced(GOOD_SCRIPT))
+            if i % 3 == 0:
+                futures[f"good {i}"] = pool.submit(problem(ADD_STDIN), fenced(GOOD_SCRIPT))
         return {name: future.result() for name, future in futures.items()}
 
 
