@@ -51,6 +51,7 @@ from klear_core.pipeline.preflight.model_checks import (
     model_problems,
     placement_problems,
     problems_on,
+    token_problems,
 )
 
 
@@ -180,6 +181,7 @@ _CHECKS = (
     _exposure_problems,
     _margin_problems,
     _teacher_problems,
+    token_problems,
     length_problems,
     engine_problems,
     context_problems,
