@@ -62,11 +62,17 @@ class OpdTeacherConfig(Settings):
     source: Annotated[GivenTeacher | TrainedTeacher, Field(discriminator="kind")] = TrainedTeacher()
     engine: LocalEngineConfig = TorchEngineConfig()
     """Engine that scores. vLLM and endpoints score at temperature 1 alone."""
+    top_k: int = Field(default=20, ge=0, le=20)
+    """Likeliest tokens of the teacher that are stored in place of each token of an answer, and learnt by
+    KL(teacher, student), with the teacher's probabilities of them scaled to 1 (GKD, arXiv 2306.13649). 20 is vLLM's
+    limit, and as good as the whole vocabulary in SDFT's table. 0: the log-prob of the sampled token alone, whose
+    log-ratio is the advantage (Lightning OPD)."""
     runtime: OpdTeacherRuntime = OpdTeacherRuntime()
 
 
 class OpdTrainConfig(Settings):
-    """Training on the scored answers, in the policy-gradient form: RL with the teacher's log-ratio as advantage."""
+    """Training on the scored answers: forward KL over the teacher's likeliest tokens or, without them, RL with the
+    teacher's log-ratio as advantage."""
 
     num_steps: int = Field(default=150, ge=1)
     """Steps; 150 in the published continuation of Klear-Reasoner-8B-SFT (arXiv 2607.28449)."""
@@ -117,6 +123,17 @@ class OpdConfig(Settings):
     train: OpdTrainConfig = OpdTrainConfig()
     then_rl: bool = True
     """Go on with RL; false ends the pipeline with the distilled model."""
+
+    @model_validator(mode="after")
+    def _whole_distributions_have_no_ratio(self) -> Self:
+        default = OpdTrainConfig()
+        for name in ("loss", "old_logps"):
+            if self.teacher.top_k and getattr(self.train, name) != getattr(default, name):
+                raise ValueError(
+                    f"opd.train.{name} changes nothing with opd.teacher.top_k = {self.teacher.top_k}: the teacher's "
+                    "likeliest tokens are learnt without a ratio; leave it out, or set top_k = 0"
+                )
+        return self
 
     @model_validator(mode="after")
     def _the_learner_takes_them(self) -> Self:

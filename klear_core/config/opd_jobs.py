@@ -39,6 +39,8 @@ class OpdScoresJob(Job):
     engine: LocalEngineConfig
     sampling: SamplingConfig
     """Sampling of the answers, whose temperature the log-probs are of."""
+    top_k: int
+    """Likeliest tokens to store in place of each token."""
     runtime: OpdTeacherConfig
     """Where the teacher is and runs; the model itself is an input."""
 
@@ -47,7 +49,8 @@ class OpdScoresJob(Job):
         """Return the job with the settings of a pipeline config that determine the scores. `opd` must be set."""
         assert config.opd is not None
         teacher = config.opd.teacher
-        return cls(engine=teacher.engine, sampling=config.opd.rollouts.sampling, runtime=teacher)
+        sampling = config.opd.rollouts.sampling
+        return cls(engine=teacher.engine, sampling=sampling, top_k=teacher.top_k, runtime=teacher)
 
     def engine_in(self, section: str) -> EngineUse | None:
         """Return the engine of the teacher; None if only endpoints score."""

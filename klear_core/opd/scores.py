@@ -87,7 +87,7 @@ async def _score_all(
     async def work(_shard: Shard[TrainSample], answer: TrainSample) -> TrainSample:
         nonlocal num_done
         async with room:
-            scored = await scored_by(sampler.engine, answer, temperature=temperature)
+            scored = await scored_by(sampler.engine, answer, temperature=temperature, num_top=cfg.top_k)
         num_done += 1
         telemetry.progress(num_done, num_all, "answers scored by the teacher")
         return scored
@@ -99,17 +99,24 @@ async def _score_all(
             write_shard(shard.path, samples)
 
 
-async def scored_by(engine: InferenceEngine, answer: TrainSample, *, temperature: float) -> TrainSample:
-    """Return an answer with the teacher's log-probs of its tokens."""
+async def scored_by(
+    engine: InferenceEngine, answer: TrainSample, *, temperature: float, num_top: int = 0
+) -> TrainSample:
+    """Return an answer with the teacher's log-probs of its tokens, and of its likeliest tokens in their place."""
     num_prompt = answer.num_prompt_tokens
     prompt_ids, answer_ids = answer.token_ids[:num_prompt], answer.token_ids[num_prompt:]
     try:
-        logps = await score(engine, prompt_ids, answer_ids, temperature=temperature)
+        found = await score(engine, prompt_ids, answer_ids, temperature=temperature, num_top=num_top)
     except ValueError as e:
         raise DataError(f"problem {answer.problem_id}: the teacher's engine refuses an answer: {e}") from e
-    if any(map(math.isnan, logps)):
+    if any(map(math.isnan, found.logps + found.top_logps)):
         raise DataError(f"problem {answer.problem_id}: the teacher's log-probs of an answer are NaN")
-    return replace(answer, teacher_logps=(0.0,) * num_prompt + logps)
+    return replace(
+        answer,
+        teacher_logps=(0.0,) * num_prompt + found.logps,
+        top_ids=found.top_ids,
+        top_logps=found.top_logps,
+    )
 
 
 def _summary(workdir: Path) -> StageSummary:

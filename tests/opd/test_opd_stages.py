@@ -22,7 +22,7 @@ from rl_builders import (
     tiny_base,
 )
 
-from klear_core.artifacts.records import read_shards
+from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.config.evaluate import EvaluateRuntime, SamplingConfig
 from klear_core.config.opd import OpdRolloutsConfig, OpdTeacherConfig, OpdTeacherRuntime, OpdTrainConfig
 from klear_core.config.rl import RlConfig
@@ -132,7 +132,8 @@ def test_scores_are_the_log_probs_that_the_teacher_would_have_as_a_learner(
     teacher: Path, rollouts: Path, scores: Path, tmp_path: Path
 ) -> None:
     rows = rows_of(scores / "scored")
-    assert [replace(row, teacher_logps=()) for row in rows] == rows_of(rollouts / "rollouts")
+    bare = [replace(row, teacher_logps=(), top_ids=(), top_logps=()) for row in rows]
+    assert bare == rows_of(rollouts / "rollouts")
     for row, logps in zip(rows, learner_logps(teacher, rows, tmp_path), strict=True):
         assert row.teacher_logps[: row.num_prompt_tokens] == (0.0,) * row.num_prompt_tokens
         assert row.teacher_logps[row.num_prompt_tokens :] == pytest.approx(logps, abs=1e-4)
@@ -266,7 +267,24 @@ def test_training_resumes_bit_for_bit(student: Path, scores: Path, tmp_path: Pat
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_the_student_comes_closer_to_its_teacher(student: Path, scores: Path, tmp_path: Path) -> None:
+def test_the_student_comes_closer_to_the_teachers_distribution(student: Path, scores: Path, tmp_path: Path) -> None:
+    recorder = Recorder()
+    (tmp_path / "w").mkdir()
+    train_offline(
+        train_config(num_steps=40), rows_per_step=15, model=student, rows=scores, workdir=tmp_path / "w",
+        telemetry=recorder,
+    )  # fmt: skip
+    gaps = recorder.column("opd/distill/kl")
+    assert 0 < gaps[-1] < 0.5 * gaps[0]
+
+
+def test_without_likeliest_tokens_the_student_learns_from_log_ratios(
+    student: Path, scores: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bare" / "scored").mkdir(parents=True)
+    bare = [replace(row, top_ids=(), top_logps=()) for row in rows_of(scores / "scored")]
+    write_shard(tmp_path / "bare" / "scored" / "00000-of-00001.parquet", bare)
+    scores = tmp_path / "bare"
     recorder = Recorder()
     (tmp_path / "w").mkdir()
     summary = train_offline(
