@@ -140,8 +140,6 @@ def _scored_models(config: PipelineConfig, stages: Sequence[Stage]) -> list[str]
         scored.add(stage.name)
         if "model" in stage.inputs:
             ahead.append(stage.inputs["model"])
-        if isinstance(stage.job, OpdJob) and isinstance(by_name["opd_teacher"].job, SftJob):
-            scored.add("opd_teacher")  # what the student may reach at best
     return [stage.name for stage in stages if stage.name in scored]
 
 

@@ -57,7 +57,7 @@ def model_problems(work: PendingWork) -> Iterator[str]:
 
 
 def token_problems(work: PendingWork) -> Iterator[str]:
-    """Find a teacher of on-policy distillation whose tokens are not the student's, of which nothing could be learned."""
+    """Find a teacher of on-policy distillation whose tokens are not the student's: nothing could be learned."""
     for stage, job in work.pending(OpdScoresJob):
         source = job.runtime.source
         teacher = source.model.as_model() if isinstance(source, GivenTeacher) else source.model
