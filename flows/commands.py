@@ -216,9 +216,13 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
     model: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face folder, a GGUF file, owner/name or owner/name@revision on the Hub, or a stage."
+            help="A Hugging Face folder, a GGUF file, owner/name or owner/name@revision on the Hub, a stage, or the "
+            "address of an OpenAI-compatible server."
         ),
     ],
+    model_name: Annotated[
+        str | None, typer.Option("--model-name", help="Name of the model at the server, if MODEL is an address.")
+    ] = None,
     benchmarks: Annotated[
         list[str] | None,
         typer.Option("--benchmarks", help="A file of problems, or a name such as aime24; may be repeated."),
@@ -254,11 +258,14 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
     klear evaluate models/Qwen3-8B --benchmarks aime24 --benchmarks mine.jsonl
 
     klear evaluate owner/name --benchmarks math500.jsonl --samples 4 --engine vllm
+
+    klear evaluate http://127.0.0.1:8000/v1 --model-name r1 --benchmarks aime24
     """
     from flows.evaluate_model import Asked, evaluate_model
 
     asked = Asked(
         model=model,
+        model_name=model_name,
         benchmarks=benchmarks or [],
         profile=profile,
         num_samples=num_samples,

@@ -71,6 +71,8 @@ class Asked:
     """The options of `klear evaluate`."""
 
     model: str
+    model_name: str | None = None
+    """Name of the model at the server, if `model` is an address."""
     benchmarks: Sequence[str]
     profile: str | None
     num_samples: int | None
@@ -84,6 +86,12 @@ class Asked:
 def evaluate_model(asked: Asked) -> None:
     """Evaluate the model and print its scores; resume what an earlier such command left unfinished."""
     console = Console(highlight=False, soft_wrap=True)
+    if _is_address(asked.model):
+        carry_out(evaluation_config(asked, {}), StageSelection())
+        _print_answers_line(asked.root, console)
+        return
+    if asked.model_name is not None:
+        raise ConfigError(f"--model-name {asked.model_name}: {asked.model} is no address of a server, http://...")
     found = find_model(asked.model, asked.root, console)
     taken = None if asked.profile is not None or found.artifact is None else settings_of(found.artifact)
     config = evaluation_config(asked, found.as_given(), taken)
@@ -92,16 +100,39 @@ def evaluate_model(asked: Asked) -> None:
     if found.artifact is not None:
         config = compared_with_training(config, found.artifact, console)
     carry_out(config, StageSelection())
-    console.print(f"answers  klear answers evaluate_model --root {shlex.quote(config.workspace.root)}", markup=False)
+    _print_answers_line(asked.root, console)
+
+
+def _print_answers_line(root: Path, console: Console) -> None:
+    console.print(f"answers  klear answers evaluate_model --root {shlex.quote(str(root))}", markup=False)
+
+
+def _is_address(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
+
+
+def _served(asked: Asked) -> dict[str, Any]:
+    """Return the engine that is a server at the address asked for."""
+    if not asked.model_name:
+        raise ConfigError(
+            f"{asked.model} is a server: name its model, --model-name NAME, as {asked.model}/models lists it"
+        )
+    if asked.engine != "auto":
+        raise ConfigError(f"--engine {asked.engine}: the model at {asked.model} is served there, by whatever engine")
+    return {"kind": "served", "base_url": asked.model, "model": asked.model_name}
 
 
 def evaluation_config(asked: Asked, given: Mapping[str, Any], taken: Taken | None = None) -> PipelineConfig:
-    """Return the config of a run that scores a given model alone; ConfigError names a benchmark that is not there.
+    """Return the config of a run that scores a given model alone, or the one at an address; `given` is then empty.
+
+    ConfigError names a benchmark that is not there.
 
     Sampling and judges are those of the profile, without one those that the model brings, else the defaults, which are
     the paper's.
     """
-    tree: dict[str, Any] = {"name": "evaluate", "given": {"evaluate": dict(given)}}
+    tree: dict[str, Any] = {"name": "evaluate"}
+    if given:
+        tree["given"] = {"evaluate": dict(given)}
     if asked.profile is not None:
         profile = read_profile(profile_folder(asked.profile))
         tree |= {key: profile[key] for key in _SECTIONS if key in profile}
@@ -111,10 +142,12 @@ def evaluation_config(asked: Asked, given: Mapping[str, Any], taken: Taken | Non
     tree["workspace"] = {"root": str(asked.root)}
     # A profile has chosen its engine; "auto" looks at the model only where there is none.
     has_engine = asked.profile is not None or taken is not None
-    engine = _engine(asked.engine, given) if not has_engine or asked.engine != "auto" else None
+    engine = _engine(asked.engine, given) if given and (not has_engine or asked.engine != "auto") else None
     if engine is not None:
         tree = apply_override(tree, f"evaluate.engine.kind={engine}")
-    max_tokens = asked.max_tokens or (None if has_engine else _tokens_of_window(given))
+    if not given:
+        tree["evaluate"] = {**tree.get("evaluate", {}), "engine": _served(asked)}
+    max_tokens = asked.max_tokens or (_tokens_of_window(given) if given and not has_engine else None)
     if max_tokens is not None:
         tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={max_tokens}")
     _refuse_unused(asked.overrides)

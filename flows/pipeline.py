@@ -49,10 +49,10 @@ from klear_core.stopping import at_once, requeued_by_signal
 from tasks import tracking
 from tasks.notify import News, Notifier, RunWatch, end_news, open_notifier
 from tasks.progress import console, show_summary
-from tasks.resources import no_orphans
+from tasks.resources import no_orphans, read_keys
 from tasks.run_record import RunRecorder, new_record
 from tasks.stage import StageTask, in_workspace
-from tasks.stages import TASKS, failed_report, read_keys, report_failure
+from tasks.stages import TASKS, failed_report, report_failure
 from tasks.tracking import RunInfo
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from statistics import NormalDist, fmean, stdev
 from pydantic import Field, TypeAdapter, ValidationError
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.evaluate import EngineConfig, EvaluateSamplingConfig
+from klear_core.config.evaluate import EngineConfig, EvaluateSamplingConfig, ServedModelConfig
 from klear_core.config.settings import Settings
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ArtifactError
@@ -28,7 +28,7 @@ class DecodingProfile(Settings):
     """All settings of sampling that a score depends on; two scores are comparable if these are equal."""
 
     sampling: EvaluateSamplingConfig
-    engine: EngineConfig
+    engine: EngineConfig | ServedModelConfig
     seed_policy: str
     """The derivation of each sample's seed, in words."""
 

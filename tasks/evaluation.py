@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from klear_core.artifacts.manifest import MANIFEST, ArtifactRef, StageSummary, read_manifest
 from klear_core.artifacts.model_files import is_same_model
+from klear_core.config.evaluate import ServedModelConfig
 from klear_core.config.pipeline import Champion
 from klear_core.config.stage import EvaluateJob, PromoteJob
 from klear_core.errors import ResourceError
@@ -16,7 +17,7 @@ from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import open_store, stages_of
 from klear_core.pipeline.preflight.exposure import given_contamination
 from tasks.model_registry import Promotion, Registry, Version, artifact_name, folder_of, open_registry
-from tasks.resources import open_engines_and_judges
+from tasks.resources import open_engines_and_judges, open_judges, read_keys
 from tasks.stage import Inputs, run_stage, stage, stage_task
 from tasks.tracking import RunInfo
 
@@ -32,6 +33,8 @@ def evaluate(job: EvaluateJob, inputs: Inputs, *, workdir: Path, telemetry: Tele
     from klear_core.evaluate.run import evaluate_model
     from klear_core.evaluate.sample import read_suite
 
+    if isinstance(job.evaluate.engine, ServedModelConfig):
+        return _evaluate_served(job, inputs, workdir=workdir, telemetry=telemetry)
     model = inputs["model"].path
     with open_engines_and_judges(job.evaluate.engine, job.evaluate.runtime, model, section="evaluate") as compute:
         return evaluate_model(
@@ -43,6 +46,25 @@ def evaluate(job: EvaluateJob, inputs: Inputs, *, workdir: Path, telemetry: Tele
             workdir=workdir,
             telemetry=telemetry,
             compute=compute,
+        )
+
+
+def _evaluate_served(job: EvaluateJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Score a model that is served elsewhere; only its judges run here."""
+    from klear_core.distill.served import evaluate_served
+    from klear_core.evaluate.sample import read_suite
+
+    suite = read_suite(inputs["benchmarks"].path, job.benchmarks)
+    with open_judges() as build_judges:
+        return evaluate_served(
+            job.evaluate,
+            job.verify,
+            suite,
+            seed=job.seed,
+            workdir=workdir,
+            telemetry=telemetry,
+            keys=read_keys([job]),
+            build_judges=build_judges,
         )
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import psutil
+from prefect.blocks.system import Secret
+from prefect.exceptions import ObjectNotFound
+from pydantic import SecretStr
 
 from klear_core.artifacts.remote_paths import remote_paths_of, share_given
 from klear_core.cluster.nodes import (
@@ -33,9 +36,10 @@ from klear_core.cluster.placement import gpus_here
 from klear_core.config.evaluate import EnginesRuntime, LocalEngineConfig
 from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.rl import RlConfig
+from klear_core.config.stage import Job
 from klear_core.config.train import SftConfig, TrainRuntime
 from klear_core.config.verify import VerifyConfig
-from klear_core.errors import GpuMemoryError, ResourceError
+from klear_core.errors import ConfigError, GpuMemoryError, ResourceError
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.factory import start_with_endpoints
 from klear_core.generate.model_size import size_of_hf
@@ -420,3 +424,33 @@ def no_orphans() -> Iterator[None]:
         _watched.discard(own)
         watcher.kill()
         watcher.wait()
+
+
+# ---- keys ----
+
+
+def read_keys(jobs: Iterable[Job]) -> dict[str, SecretStr]:
+    """Return the keys in the Secret blocks that endpoints of these jobs name; blocks that do not exist are left out.
+
+    Raise ConfigError, without the value, if a block holds something else than text.
+    """
+    found: dict[str, SecretStr] = {}
+    for name in sorted(_blocks_of(jobs)):
+        try:
+            block = Secret.load(name)
+        except ValueError as e:
+            if isinstance(e.__cause__, ObjectNotFound):
+                continue
+            # the text and the cause of another error may show what is in the block
+            raise ConfigError(f"the Prefect block secret/{name} cannot be read ({type(e).__name__})") from None
+        assert isinstance(block, Secret), type(block)
+        value = block.value.get_secret_value()
+        if not isinstance(value, str):
+            raise ConfigError(f"the Prefect block secret/{name} holds {type(value).__name__}, not the text of a key")
+        found[name] = SecretStr(value)
+    return found
+
+
+def _blocks_of(jobs: Iterable[Job]) -> set[str]:
+    used = [chat for job in jobs if (chat := job.chat_in(""))]
+    return {endpoint.api_key_block for chat in used for endpoint in chat.runtime.endpoints} - {""}

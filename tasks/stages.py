@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from prefect.blocks.system import Secret
-from prefect.exceptions import ObjectNotFound
-from pydantic import SecretStr
-
 from klear_core.artifacts.manifest import ArtifactRef, StageSummary
 from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config import data_jobs as data
-from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
+from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import (
     BaseJob,
     DistillJob,
-    Job,
     ReportJob,
     RlJob,
     SftJob,
     Stage,
     TagJob,
 )
-from klear_core.errors import ConfigError
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import artifact_id, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from tasks import resources
 from tasks.evaluation import evaluate, promote
-from tasks.resources import open_engines_and_judges
+from tasks.resources import open_engines_and_judges, read_keys
 from tasks.stage import Inputs, StageTask, run_stage, stage, stage_task
 from tasks.tracking import RunInfo, report_inputs
 
@@ -90,6 +84,15 @@ def base(job: BaseJob, _: Inputs, *, workdir: Path, telemetry: Telemetry) -> Sta
 
 
 @stage
+def served_model(job: data.ServedModelJob, _: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Make the record of a model that is served elsewhere. Takes no inputs."""
+    from klear_core.distill.served import note_served
+
+    telemetry.progress(1, 1, "served model")
+    return note_served(job.model, job.addresses, workdir=workdir)
+
+
+@stage
 def given_model(job: data.GivenModelJob, _: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Make a pointer to a model in a folder or in the Hub's cache, which is downloaded first. Takes no inputs."""
     from klear_core.train.base_model import take_model
@@ -136,35 +139,6 @@ def _open_compute(job: DistillJob, inputs: Inputs) -> Iterator[EnginesAndJudges]
         return
     with resources.open_judges() as build_judges:
         yield EnginesAndJudges(section="distill", build_judges=build_judges)
-
-
-def read_keys(jobs: Iterable[Job]) -> dict[str, SecretStr]:
-    """Return the keys in the Secret blocks that distillations among these jobs name; blocks that do not exist are left
-    out. Raise ConfigError, without the value, if a block holds something else than text.
-    """
-    found: dict[str, SecretStr] = {}
-    for name in sorted(_blocks_of(jobs)):
-        try:
-            block = Secret.load(name)
-        except ValueError as e:
-            if isinstance(e.__cause__, ObjectNotFound):
-                continue
-            # the text and the cause of another error may show what is in the block
-            raise ConfigError(f"the Prefect block secret/{name} cannot be read ({type(e).__name__})") from None
-        assert isinstance(block, Secret), type(block)
-        value = block.value.get_secret_value()
-        if not isinstance(value, str):
-            raise ConfigError(f"the Prefect block secret/{name} holds {type(value).__name__}, not the text of a key")
-        found[name] = SecretStr(value)
-    return found
-
-
-def _blocks_of(jobs: Iterable[Job]) -> set[str]:
-    names: set[str] = set()
-    for job in jobs:
-        if isinstance(job, DistillJob) and isinstance(job.distill.teacher, HttpTeacherConfig):
-            names.update(endpoint.api_key_block for endpoint in job.distill.teacher.runtime.endpoints)
-    return names - {""}
 
 
 @stage
@@ -360,6 +334,7 @@ TASKS: Mapping[str, StageTask] = {
         given_problems,
         base,
         given_model,
+        served_model,
         distill,
         given_traces,
         tag,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from pathlib import PurePath
+from typing import Annotated, Literal, Self, assert_never
 
 from pydantic import Field, model_validator
 
@@ -16,7 +17,7 @@ from klear_core.config.evaluate import (
     TorchEngineConfig,
 )
 from klear_core.config.settings import Settings, YieldLimits
-from klear_core.config.train import GivenModel
+from klear_core.config.train import GivenFolder, GivenGguf, GivenModel, GivenRepo
 from klear_core.types import Difficulty
 
 
@@ -308,3 +309,24 @@ class TagConfig(Settings):
             max_unscored_rate=self.max_unscored_rate,
             runtime=self.runtime,
         )
+
+
+class SampledModelRuntime(Settings):
+    """The place of the model that a stage samples from; the model itself is an input."""
+
+    model: GivenModel | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the model's name: its repository, or the end of its path; `base` for the pipeline's base model."""
+        match self.model:
+            case None:
+                return "base"
+            case GivenRepo(repo=repo, revision=revision):
+                return f"{repo}@{revision[:7]}"
+            case GivenGguf(path=path):
+                return PurePath(path).name
+            case GivenFolder(path=path):
+                return "/".join(PurePath(path).parts[-2:])  # `model` alone would say little
+            case _:
+                assert_never(self.model)

@@ -17,7 +17,7 @@ from klear_core.config.curate import (
     ReadYieldLimits,
 )
 from klear_core.config.data import BenchmarkConfig, DatasetsSource, FileSource, GeneratedSource, Source
-from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.evaluate import EvaluateConfig, ServedModelConfig
 from klear_core.config.known_benchmarks import DateWindow
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
@@ -321,6 +321,33 @@ class GivenModelJob(Job):
         return self.runtime
 
 
+class ServedModelJob(Job):
+    """Name a model that is served elsewhere, by its addresses and its name there. Its weights are unknown.
+
+    Other weights behind the same address and name are the same model to Klear.
+    """
+
+    kind = "served_model"
+    code_version = 1
+    makes_model = True
+
+    model: str
+    addresses: tuple[str, ...]
+
+    @classmethod
+    def of(cls, served: ServedModelConfig) -> Self:
+        """Return the job that names a served model."""
+        return cls(model=served.model, addresses=tuple(endpoint.base_url for endpoint in served.runtime.endpoints))
+
+    def given_facts(self) -> GivenFacts:
+        """Return no facts: nothing is declared about it."""
+        return GivenFacts()
+
+    def origin(self) -> str:
+        """Return name and addresses, and that nothing more is known."""
+        return f"{self.model} at {', '.join(self.addresses)}, weights unknown"
+
+
 # ---- sections ----
 # Tell which sections of the config stages use, to name overrides and differences that concern none of them.
 
@@ -354,7 +381,7 @@ def _sections_of(name: str, kind: str) -> tuple[str, ...]:
     match kind:
         case BaseJob.kind:
             return ("model",)
-        case EvaluateJob.kind:
+        case EvaluateJob.kind | ServedModelJob.kind:
             return ("evaluate",)
         case GivenModelJob.kind:
             return ()

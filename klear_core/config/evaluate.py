@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, StringConstraints, field_validator, model_validator
@@ -193,6 +194,145 @@ LocalEngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig, Field(discri
 """Engines whose weights we set. RL needs this to sample from the policy, evaluation to know which model it scores."""
 
 
+# ---- chat endpoints ----
+# Define the settings of models that are served elsewhere: teachers, and models to score.
+
+
+class ChatEndpoint(Settings):
+    """One server of a model: its address, its key and its prices."""
+
+    base_url: str = Field(pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?$")
+    """URL before `/chat/completions`, such as `https://api.deepseek.com/v1`. A user name, password or query is refused:
+    a URL is no place for a key."""
+    api_key_env: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
+    """Name of the environment variable that holds the API key; the key itself is never a setting."""
+    api_key_block: str = Field(default="", pattern="^[a-z0-9-]*$")
+    """Name of the Prefect block of type Secret that holds the API key, in place of a variable."""
+    model: str = ""
+    """Name of the model at this endpoint, if it differs from `model`."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the requests, relative to the other endpoints, while more than one has room."""
+    input_price: float = Field(default=0.0, ge=0)
+    """Price of a million prompt tokens, in any currency."""
+    output_price: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of replies, reasoning included, in the same currency."""
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Self:
+        if self.api_key_env and self.api_key_block:
+            raise ValueError(f"set either api_key_env or api_key_block for {self.base_url}, not both")
+        return self
+
+
+class BudgetConfig(Settings):
+    """Limit of what a stage may spend at endpoints, over all its runs. A request starts only if its reply fits in."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Prompt and reply tokens, those of failed attempts included; None is no limit."""
+    max_cost: float | None = Field(default=None, gt=0)
+    """Cost by the endpoints' prices, in their currency; None is no limit."""
+    publish_from: float = Field(default=1.0, ge=0, le=1)
+    """Share of the samples that must have been requested for a distillation to finish with what the budget paid for.
+    Below it the stage stops, and continues when the budget is raised. By default a budget never makes a smaller data
+    set. An evaluation always needs all."""
+
+
+class ChatRuntime(Settings):
+    """Endpoints, concurrency, timeouts, retries and budget of a model behind chat endpoints."""
+
+    endpoints: tuple[ChatEndpoint, ...]
+    """Servers of the same model. One that fails is left out for a while, and its requests go to the others."""
+    min_concurrency: int = Field(default=8, ge=1)
+    """Concurrent requests to an endpoint at the start, and the least that errors can reduce them to."""
+    max_concurrency: int = Field(default=1024, ge=1)
+    """Most concurrent requests to an endpoint. Below it the limit is found by measurement: vLLM runs 256 to 1,024
+    sequences a server by default, and hosted services answer 429 earlier."""
+    probe_s: float = Field(default=10.0, gt=0)
+    """Seconds for which a concurrency is measured before a higher one is tried. Ours."""
+    connect_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds to wait for a connection."""
+    first_token_timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds to wait for the first token, queueing and prefill included; DeepSeek's API queues requests for up to 10
+    minutes. A server that cannot stream must send its whole reply within this time."""
+    silence_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds between two tokens after which a reply counts as broken off. Keep-alive lines are no tokens. The length
+    of a reply has no time limit."""
+    max_attempts: int = Field(default=6, ge=1)
+    """Attempts at a sample. Refusals by a full server (429, 503, no first token in time) do not count while other
+    requests to that endpoint succeed."""
+    first_backoff_s: float = Field(default=1.0, gt=0)
+    """Upper bound of the random wait before the second attempt; it doubles with every further one."""
+    max_backoff_s: float = Field(default=60.0, gt=0)
+    """Upper bound of every random wait."""
+    max_retry_after_s: float = Field(default=600.0, ge=0)
+    """Longest `Retry-After` that is waited for in full; servers may ask for hours."""
+    left_out_s: float = Field(default=60.0, gt=0)
+    """Seconds for which a failing endpoint gets no requests; doubled each time it fails again, up to 16 times as
+    long."""
+    budget: BudgetConfig = BudgetConfig()
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if not self.endpoints:
+            raise ValueError("endpoints = []: there must be at least one")
+        if self.min_concurrency > self.max_concurrency:
+            raise ValueError(
+                f"min_concurrency = {self.min_concurrency} is above max_concurrency = {self.max_concurrency}"
+            )
+        has_price = any(endpoint.input_price or endpoint.output_price for endpoint in self.endpoints)
+        if self.budget.max_cost is not None and not has_price:
+            raise ValueError("budget.max_cost needs the input_price and output_price of the endpoints")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatUse:
+    """Chat endpoints that a stage asks."""
+
+    key: str
+    """Dotted key of their settings in the config: `distill.teacher`."""
+    runtime: ChatRuntime
+
+
+_OF_ONE_ENDPOINT = ("base_url", "api_key_env", "api_key_block", "input_price", "output_price")
+
+
+def with_endpoint(settings: object) -> object:
+    """Return settings with `base_url`, the name of the key and prices moved into `runtime.endpoints`."""
+    if not isinstance(settings, dict) or "base_url" not in settings:
+        return settings
+    runtime = settings.get("runtime", {})
+    if not isinstance(runtime, dict) or "endpoints" in runtime:
+        raise ValueError("set either base_url or runtime.endpoints, not both")
+    short = {key: settings[key] for key in _OF_ONE_ENDPOINT if key in settings}
+    rest = {key: value for key, value in settings.items() if key not in short}
+    return rest | {"runtime": runtime | {"endpoints": [short]}}
+
+
+class ServedModelConfig(Settings):
+    """A model behind OpenAI-compatible chat endpoints, to score: text goes in and out, its weights are unknown.
+
+    `base_url`, key and prices directly under it are short for one endpoint under `runtime.endpoints`.
+    """
+
+    kind: Literal["served"] = "served"
+    model: str = Field(min_length=1)
+    """Model name at the endpoints."""
+    send_seed: bool = True
+    """Send a seed with every request, which vLLM and SGLang accept; False for endpoints that refuse the field."""
+    runtime: ChatRuntime
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_endpoint(cls, settings: object) -> object:
+        """Move what belongs to one endpoint into `runtime.endpoints`."""
+        return with_endpoint(settings)
+
+
+EvaluateEngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig | ServedModelConfig, Field(discriminator="kind")]
+"""Engines that load the model to score, or a model that is served elsewhere."""
+
+
 # ---- evaluate ----
 
 
@@ -255,9 +395,9 @@ class EvaluateSamplingConfig(SamplingConfig):
 class EvaluateConfig(Settings):
     """avg@n on every benchmark with a confidence interval; defaults from Klear-Reasoner section 4.1."""
 
-    engine: LocalEngineConfig = TorchEngineConfig()
-    """Engine that loads the model to score. HTTP endpoints are excluded: one serves a fixed model, so all scores would
-    be that model's."""
+    engine: EvaluateEngineConfig = TorchEngineConfig()
+    """Engine that loads the models to score; or, with `kind = "served"`, one model behind chat endpoints, which is then
+    all that the run scores."""
     sampling: EvaluateSamplingConfig = EvaluateSamplingConfig()
     greedy: bool = True
     """Also decode one greedy answer per problem and report its score next to avg@n."""

@@ -17,6 +17,7 @@ from klear_core.config.evaluate import (
     HardwareConfig,
     InlineEvalConfig,
     LocalEngineConfig,
+    ServedModelConfig,
 )
 from klear_core.config.opd import OpdConfig
 from klear_core.config.rl import NO_TEACHER, RlConfig
@@ -215,6 +216,25 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _served_model_is_alone(self) -> PipelineConfig:
+        engine, sampling = self.evaluate.engine, self.evaluate.sampling
+        if not isinstance(engine, ServedModelConfig):
+            return self
+        beside = [f"given.{name}" for name in {**self.given.models(), **self.given.rows()}]
+        beside += ["promote"] if self.promote is not None else []
+        if beside:
+            raise ValueError(
+                f"evaluate.engine.kind = 'served' scores {engine.model} alone and takes nothing else; leave out "
+                f"{', '.join(beside)}"
+            )
+        if sampling.top_k or sampling.repetition_penalty != 1.0:
+            raise ValueError(
+                "evaluate.sampling: chat endpoints take temperature, top_p and a number of tokens; top_k = "
+                f"{sampling.top_k} and repetition_penalty = {sampling.repetition_penalty:g} would have no effect"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _promotion_names_benchmarks(self) -> PipelineConfig:
         if self.promote is None:
             return self
@@ -299,6 +319,7 @@ class InlineEvalJob(Settings):
         """
         source = next(benchmark for benchmark in config.benchmarks if benchmark.name == curve.benchmark)
         evaluate = config.evaluate
+        assert not isinstance(evaluate.engine, ServedModelConfig), "a run with a served model trains nothing"
         scorer = ScorerConfig(engine=evaluate.engine, num_threads=evaluate.runtime.num_threads)
         return cls(
             curve=curve,

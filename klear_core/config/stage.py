@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import ClassVar, Literal, Self, assert_never
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
-from klear_core.config.curate import TagConfig
+from klear_core.config.curate import SampledModelRuntime, TagConfig
 from klear_core.config.data import BenchmarkConfig, Source
-from klear_core.config.distill import DistillConfig, LocalTeacherConfig
-from klear_core.config.evaluate import EngineConfig, EvaluateConfig, HardwareConfig, SamplingConfig
+from klear_core.config.distill import DistillConfig, HttpTeacherConfig, LocalTeacherConfig
+from klear_core.config.evaluate import (
+    ChatUse,
+    EngineConfig,
+    EvaluateConfig,
+    HardwareConfig,
+    SamplingConfig,
+    ServedModelConfig,
+)
 from klear_core.config.pipeline import Champion, InlineEvalRuntime, PipelineConfig, PromoteConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.train import (
     GivenFacts,
-    GivenFolder,
-    GivenGguf,
-    GivenModel,
-    GivenRepo,
     HubModelConfig,
     LocalModel,
     ModelConfig,
@@ -112,6 +114,10 @@ class Job(Settings):
 
     def engine_in(self, section: str) -> EngineUse | None:  # noqa: ARG002  unused here, used by subclasses
         """Return the engine that the stage samples with; None if it samples with none."""
+        return None
+
+    def chat_in(self, section: str) -> ChatUse | None:  # noqa: ARG002  unused here, used by subclasses
+        """Return the chat endpoints that the stage asks; None if it asks none."""
         return None
 
     def scorer(self) -> EngineUse | None:
@@ -212,27 +218,6 @@ class BaseJob(Job):
         return (HubUse(repo=model.repo, revision=model.revision),) if isinstance(model, HubModelConfig) else ()
 
 
-class SampledModelRuntime(Settings):
-    """The place of the model that a stage samples from; the model itself is an input."""
-
-    model: GivenModel | None = None
-
-    @property
-    def name(self) -> str:
-        """Return the model's name: its repository, or the end of its path; `base` for the pipeline's base model."""
-        match self.model:
-            case None:
-                return "base"
-            case GivenRepo(repo=repo, revision=revision):
-                return f"{repo}@{revision[:7]}"
-            case GivenGguf(path=path):
-                return PurePath(path).name
-            case GivenFolder(path=path):
-                return "/".join(PurePath(path).parts[-2:])  # `model` alone would say little
-            case _:
-                assert_never(self.model)
-
-
 class TagJob(Job):
     """Tag each problem with its difficulty, measured by sampling answers of a tagger model and judging them."""
 
@@ -302,6 +287,15 @@ class DistillJob(Job):
             return None
         model = self.runtime.model.as_model() if self.runtime.model else None
         return EngineUse(key=f"{section}.teacher", engine=teacher.engine, sampling=teacher.sampling, model=model)
+
+    def chat_in(self, section: str) -> ChatUse | None:
+        """Return the endpoints of a teacher over HTTP."""
+        teacher = self.distill.teacher
+        return (
+            ChatUse(key=f"{section}.teacher", runtime=teacher.runtime)
+            if isinstance(teacher, HttpTeacherConfig)
+            else None
+        )
 
 
 class SftJob(Job):
@@ -416,9 +410,19 @@ class EvaluateJob(Job):
         """Return the sources of the user's judges."""
         return self.verify.files()
 
-    def engine_in(self, section: str) -> EngineUse:
-        """Return the engine that samples the answers, the same for all models."""
-        return EngineUse(key=section, engine=self.evaluate.engine, sampling=self.evaluate.sampling)
+    def engine_in(self, section: str) -> EngineUse | None:
+        """Return the engine that samples the answers, the same for all models; None for a served model."""
+        engine = self.evaluate.engine
+        if isinstance(engine, ServedModelConfig):
+            return None
+        return EngineUse(key=section, engine=engine, sampling=self.evaluate.sampling)
+
+    def chat_in(self, section: str) -> ChatUse | None:
+        """Return the endpoints of a model that is served elsewhere."""
+        engine = self.evaluate.engine
+        return (
+            ChatUse(key=f"{section}.engine", runtime=engine.runtime) if isinstance(engine, ServedModelConfig) else None
+        )
 
 
 class PromoteRuntime(Settings):

@@ -21,7 +21,7 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark
 from klear_core.errors import ResourceError
 from klear_core.evaluate.counts import AnswerCounts, tally
-from klear_core.evaluate.sample import PlannedAnswer, in_prompt, judged, sampling_params
+from klear_core.evaluate.sample import PlannedAnswer, in_prompt, judged, response_of, sampling_params
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import EngineSpec, StartSampler, start_here
 from klear_core.processes import die_with_parent
@@ -102,7 +102,7 @@ class CheckpointInlineEval:
         params = sampling_params(self.job.sampling, planned, seed=self.seed)
         question = in_prompt(planned.problem.question, self.job.source.prompt, planned.problem.domain)
         (sampled,) = await engine.generate(self.render(question), params)
-        return await judged(planned, question, completed(sampled, self.opening), self.judge)
+        return await judged(planned, question, response_of(completed(sampled, self.opening)), self.judge)
 
 
 async def score_with(

@@ -22,11 +22,11 @@ from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, work_shards, write_shard, write_shards
 from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config.curate import TagConfig
-from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.evaluate import EvaluateConfig, ServedModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import ProblemCounts, tally, write_clusters
-from klear_core.evaluate.sample import AnswerWorker, Benchmark, EvalSetup, plan_answers, plan_suite
+from klear_core.evaluate.sample import AnswerWorker, Benchmark, EngineAnswers, EvalSetup, plan_answers, plan_suite
 from klear_core.evaluate.score import (
     judge_record,
     ledger_step,
@@ -38,7 +38,6 @@ from klear_core.evaluate.score import (
 )
 from klear_core.generate.engine import EngineStats, load_of
 from klear_core.generate.factory import EngineSpec, LongestFirst, StartSampler, start_here
-from klear_core.generate.pool import expect
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.scores import RATES_FOLDER, EvalReport, TemplateScore, write_reports
 from klear_core.seeding import seed_for
@@ -108,6 +107,7 @@ def answer_suite(
     tokenizer = load_tokenizer(folder)
     render = partial(render_prompt, tokenizer)
 
+    assert not isinstance(cfg.engine, ServedModelConfig), "a served model has no folder"
     spec = EngineSpec(
         cfg=cfg.engine,
         model_folder=folder,
@@ -123,11 +123,9 @@ def answer_suite(
         sampler = await compute.start_sampler(spec)
         try:
             setup = EvalSetup(
-                engine=sampler.engine,
-                render=render,
+                answers=EngineAnswers(engine=sampler.engine, render=render, opening=opening_of(tokenizer)),
                 judge=judge,
                 section=compute.section,
-                opening=opening_of(tokenizer),
                 max_sampling=sampler.limit,
                 num_engines=sampler.num_engines,
             )
@@ -159,7 +157,7 @@ async def answer_benchmarks(
         log.info("evaluate: %d of %d shards were finished by an earlier run", len(shards) - len(todo), len(shards))
     num_requests = sum(len(shard.items) for shard in todo)
     gate = LongestFirst(setup.max_sampling, num_requests=num_requests)
-    expect(setup.engine, num_requests)
+    setup.answers.expect(num_requests)
     run = AnswerWorker(cfg, suite, setup, gate, seed=seed, telemetry=telemetry)
     # Before anything is sampled: answers that failed in an earlier run count for `max_unscored_rate` as well.
     for shard in shards:
@@ -169,7 +167,9 @@ async def answer_benchmarks(
     # aclosing: an error in this loop also cancels the requests in flight
     async with aclosing(work_shards(todo, run.work, limit=limit)) as finished:
         async for shard, samples in finished:
-            write_shard(shard.path, samples)
+            had = [sample for sample in samples if sample is not None]
+            if len(had) == len(samples):  # else a later run completes the shard
+                write_shard(shard.path, had)
 
 
 def report_scores(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from klear_core.artifacts.records import Shard, plan_shards, read_shard, read_shards, write_shard
 from klear_core.config.benchmark_prompts import MATH_PROMPTS, QUESTION, livecodebench_prompt
@@ -19,11 +19,12 @@ from klear_core.data.formats.code_rows import without_instructions
 from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
 from klear_core.generate.factory import LongestFirst
+from klear_core.generate.pool import expect
 from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
 from klear_core.scores import SAMPLES_FOLDER
 from klear_core.seeding import seed_for
-from klear_core.types import Completion, Domain, EvalSample, Judge, Outcome, Problem
+from klear_core.types import Completion, Domain, EvalSample, FinishReason, Judge, Outcome, Problem
 
 TEMPLATES_FOLDER = "templates"
 """Folder of an evaluation with a folder for each prompt template, which has the answers to the questions in it."""
@@ -115,21 +116,71 @@ def plan_suite(cfg: EvaluateConfig, suite: Sequence[Benchmark], workdir: Path) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalSetup:
-    """The engine, prompt renderer and judge of an evaluation; tests pass fakes for them."""
+class Response:
+    """The text of an answer, and what is counted of it."""
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason
+
+
+class Answers(Protocol):
+    """Answers questions: engines that have the model, or endpoints that serve it."""
+
+    def expect(self, num_requests: int) -> None:
+        """Count on so many requests."""
+        ...
+
+    async def answer(self, planned: PlannedAnswer, question: str, params: SamplingParams) -> Response | None:
+        """Return the response to a question; None if it could not be had now, which a later run will try again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAnswers:
+    """Answers of an engine, or a pool of them."""
 
     engine: InferenceEngine
     render: Callable[[str], tuple[int, ...]]
     """Turns a question into prompt token ids."""
+    opening: str = ""
+    """Start of every response that is part of the prompt (`<think>`); see `opening_of`."""
+
+    def expect(self, num_requests: int) -> None:
+        """Tell a pool of engines; see `EnginePool.expect`."""
+        expect(self.engine, num_requests)
+
+    async def answer(self, planned: PlannedAnswer, question: str, params: SamplingParams) -> Response:
+        """Return the response; DataError if the engine rejects the request, ResourceError if it aborts it."""
+        where = f"benchmark {planned.benchmark!r}, problem {planned.problem.problem_id}"
+        try:
+            (sampled,) = await self.engine.generate(self.render(question), params)
+        except KlearError:  # DataError and ConfigError are ValueErrors too; their messages already name the cause
+            raise
+        except ValueError as e:
+            raise DataError(f"{where}: the engine rejected the request: {e}") from e
+        if sampled.finish_reason == "abort":
+            raise ResourceError(f"{where}: the engine aborted the request")
+        return response_of(completed(sampled, self.opening))
+
+
+def response_of(completion: Completion) -> Response:
+    """Return the response that an engine's completion is."""
+    return Response(text=completion.text, num_tokens=len(completion.token_ids), finish_reason=completion.finish_reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSetup:
+    """What answers and what judges in an evaluation; tests pass fakes for them."""
+
+    answers: Answers
     judge: Judge
     section: str = "evaluate"
     """Section of the settings, for messages."""
-    opening: str = ""
-    """Start of every response that is part of the prompt (`<think>`); see `opening_of`."""
     max_sampling: int = 1024
     """Answers that are sampled at a time."""
     num_engines: int = 1
-    """Engines behind `engine`."""
+    """Engines behind `answers`."""
 
 
 class AnswerWorker:
@@ -174,30 +225,19 @@ class AnswerWorker:
             return sample
         return dataclasses.replace(sample, verdict=await self.setup.judge(problem, sample.response))
 
-    async def work(self, _shard: Shard[PlannedAnswer], planned: PlannedAnswer) -> EvalSample:
-        """Sample one answer and judge it."""
-        problem = planned.problem
+    async def work(self, _shard: Shard[PlannedAnswer], planned: PlannedAnswer) -> EvalSample | None:
+        """Sample one answer and judge it; None if it could not be had now."""
         params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
         # All benchmarks are one queue, so that the engine runs empty only at the end of the last one.
-        key = (planned.benchmark, problem.problem_id)
+        key = (planned.benchmark, planned.problem.problem_id)
         question = asked(planned, self.cfg)
-        try:
-            async with self.gate.slot(key):
-                # The slot covers sampling alone: an answer that waits for its judge keeps no room in the engine.
-                (sampled,) = await self.setup.engine.generate(self.setup.render(question), params)
-            completion = completed(sampled, self.setup.opening)
-        except KlearError:  # DataError and ConfigError are ValueErrors too; their messages already name the cause
-            raise
-        except ValueError as e:
-            raise DataError(
-                f"benchmark {planned.benchmark!r}, problem {problem.problem_id}: the engine rejected the request: {e}"
-            ) from e
-        if completion.finish_reason == "abort":
-            raise ResourceError(
-                f"benchmark {planned.benchmark!r}, problem {problem.problem_id}: the engine aborted the request"
-            )
-        self.gate.record(key, len(completion.token_ids))
-        sample = await judged(planned, question, completion, self.setup.judge)
+        async with self.gate.slot(key):
+            # The slot covers sampling alone: an answer that waits for its judge keeps no room in the engine.
+            response = await self.setup.answers.answer(planned, question, params)
+        if response is None:
+            return None
+        self.gate.record(key, response.num_tokens)
+        sample = await judged(planned, question, response, self.setup.judge)
         self._count(sample)
         return sample
 
@@ -220,7 +260,7 @@ class AnswerWorker:
             )
 
 
-async def judged(planned: PlannedAnswer, question: str, completion: Completion, judge: Judge) -> EvalSample:
+async def judged(planned: PlannedAnswer, question: str, response: Response, judge: Judge) -> EvalSample:
     """Judge a response to a question, and return it with the verdict."""
     problem = planned.problem
     return EvalSample(
@@ -230,10 +270,10 @@ async def judged(planned: PlannedAnswer, question: str, completion: Completion, 
         difficulty=problem.difficulty,
         decoding=planned.decoding,
         sample_idx=planned.sample_idx,
-        response=completion.text,
-        num_tokens=len(completion.token_ids),
-        finish_reason=completion.finish_reason,
-        verdict=await judge(problem, completion.text),
+        response=response.text,
+        num_tokens=response.num_tokens,
+        finish_reason=response.finish_reason,
+        verdict=await judge(problem, response.text),
     )
 
 

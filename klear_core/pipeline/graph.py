@@ -29,10 +29,15 @@ from klear_core.config.data_jobs import (
     GivenRowsJob,
     GivenTracesJob,
     Rows,
+    ServedModelJob,
 )
 from klear_core.config.distill import LocalTeacherConfig
+<<<<<<< HEAD
 from klear_core.config.opd import GivenTeacher, TrainedTeacher
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
+=======
+from klear_core.config.evaluate import ServedModelConfig
+>>>>>>> f8081e4aa0595bfcae4b6454343b3344b0c7d01b
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import (
@@ -89,6 +94,9 @@ def _promote_inputs(models: Sequence[str]) -> dict[str, str]:
 
 def _with_given(config: PipelineConfig, stages: list[Stage]) -> list[Stage]:
     """Replace stages by given results, and leave out those that nothing else needs."""
+    served = _served_model(config)
+    if served:
+        return [served, *(stage for stage in stages if isinstance(stage.job, BenchmarksJob))]
     models = config.given.models()
     given = {name: _given_model(name, model) for name, model in models.items()}
     rows = {name: _given_rows(config, name, sources) for name, sources in config.given.rows().items()}
@@ -99,6 +107,14 @@ def _with_given(config: PipelineConfig, stages: list[Stage]) -> list[Stage]:
     needed = {"benchmarks", *given, *_last_model(config)}
     # What is given comes first, so that it is downloaded before anything is spent.
     return list(with_inputs([*given.values(), benchmarks, *rows.values(), *others], needed))
+
+
+def _served_model(config: PipelineConfig) -> Stage | None:
+    """Return the stage of a model that is served elsewhere, the only one of such a run."""
+    engine = config.evaluate.engine
+    if not isinstance(engine, ServedModelConfig):
+        return None
+    return _stage("model", ServedModelJob.of(engine), {}, section="evaluate.engine", label="Model, served")
 
 
 def _given_model(name: str, given: GivenFolder | GivenRepo | GivenGguf) -> Stage:
@@ -132,6 +148,9 @@ def _scored_models(config: PipelineConfig, stages: Sequence[Stage]) -> list[str]
 
     A base model that only tags problems is not scored.
     """
+    served = _served_model(config)
+    if served:
+        return [served.name]
     by_name = {stage.name: stage for stage in stages}
     scored = set(config.given.models())
     ahead = list(_last_model(config))
@@ -266,7 +285,9 @@ def _given_to(stages: Sequence[Stage], names: Collection[str]) -> set[str]:
     """Return the given results that stages take, with their inputs: they are no earlier work, and are taken at once."""
     takers = [stage for stage in stages if stage.name in names and not stage.job.page]
     inputs = {name for stage in takers for name in stage.inputs.values()}
-    given = [s.name for s in stages if s.name in inputs and isinstance(s.job, GivenModelJob | GivenRowsJob)]
+    given = [
+        s.name for s in stages if s.name in inputs and isinstance(s.job, GivenModelJob | GivenRowsJob | ServedModelJob)
+    ]
     return {stage.name for stage in with_inputs(stages, given)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from klear_core.evaluate.sample import EvalSetup
+from klear_core.evaluate.sample import EngineAnswers, EvalSetup
 from klear_core.generate.engine import SamplingParams
 from klear_core.types import (
     Completion,
@@ -102,4 +102,6 @@ class FakeJudge:
 
 
 def make_exam(engine: FakeEngine | None = None, judge: FakeJudge | None = None) -> EvalSetup:
-    return EvalSetup(engine=engine or FakeEngine(), render=render, judge=(judge or FakeJudge()).judge_async)
+    return EvalSetup(
+        answers=EngineAnswers(engine=engine or FakeEngine(), render=render), judge=(judge or FakeJudge()).judge_async
+    )

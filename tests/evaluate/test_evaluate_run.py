@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_problem
+from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_problem, render
 
 from klear_core.artifacts.manifest import StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
@@ -13,7 +13,7 @@ from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, Evaluate
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
 from klear_core.evaluate.run import answer_benchmarks, report_scores
-from klear_core.evaluate.sample import Benchmark, EvalSetup
+from klear_core.evaluate.sample import Benchmark, EngineAnswers, EvalSetup
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import LocalMember
 from klear_core.generate.pool import EnginePool, RestartLimit
@@ -41,8 +41,8 @@ def samples(workdir: Path) -> list[EvalSample]:
 
 
 def test_a_response_begins_with_what_its_prompt_opened(tmp_path: Path) -> None:
-    inline_eval = make_exam()
-    run(tmp_path, dataclasses.replace(inline_eval, opening="<think>\n"))
+    answers = EngineAnswers(engine=FakeEngine(), render=render, opening="<think>\n")
+    run(tmp_path, dataclasses.replace(make_exam(), answers=answers))
     assert {s.response.startswith("<think>\nanswer ") for s in samples(tmp_path)} == {True}
 
 
@@ -196,7 +196,9 @@ def test_engines_are_closed_after_the_last_answer_while_judges_work(tmp_path: Pa
     async def drive() -> None:
         pool = EnginePool([LocalMember("engine 0", build, limit=4)], RestartLimit(0, window_s=1, key="none").count)
         await pool.start()
-        inline_eval = dataclasses.replace(make_exam(judge=SlowJudge()), engine=pool)
+        inline_eval = dataclasses.replace(
+            make_exam(judge=SlowJudge()), answers=EngineAnswers(engine=pool, render=render)
+        )
         cfg = CFG.model_copy(update={"runtime": EvaluateRuntime(max_in_flight=100)})
         answering = answer_benchmarks(cfg, (TOY,), inline_eval, seed=3, workdir=tmp_path, telemetry=NullTelemetry())
         await asyncio.wait_for(answering, 20)

@@ -11,7 +11,7 @@ from klear_command import Klear
 from stored_evaluations import RIGHT, evaluation, made_model, said, sample
 
 from flows.evaluate_model import Asked, evaluation_config
-from klear_core.config.evaluate import VllmEngineConfig
+from klear_core.config.evaluate import ServedModelConfig, VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
@@ -117,3 +117,24 @@ def test_what_is_no_model_is_refused_before_anything_starts(klear: Klear, tmp_pa
     evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
     assert "neither model/ nor model.json" in klear("evaluate", "rl", "--benchmarks", "aime24", "--root", tmp_path).err
     assert "no artifact 'sft'" in klear("evaluate", "sft", "--benchmarks", "aime24", "--root", tmp_path).err
+
+
+def test_a_model_at_an_address_is_named_there_and_sampled_by_its_server(tmp_path: Path) -> None:
+    fields = {"profile": None, "num_samples": 2, "max_tokens": 99, "engine": "auto"}
+    file = tmp_path / "mine.jsonl"
+    file.write_text("{}\n")
+
+    def asked(**changes: object) -> PipelineConfig:
+        options = {"model_name": "r1", "overrides": ["evaluate.engine.api_key_env=KEY"], **fields, **changes}
+        at = Asked(model="http://host/v1", benchmarks=[str(file)], root=tmp_path, **options)  # type: ignore[arg-type]
+        return evaluation_config(at, {})
+
+    engine = asked().evaluate.engine
+    assert isinstance(engine, ServedModelConfig)
+    (endpoint,) = engine.runtime.endpoints
+    assert (engine.model, endpoint.base_url, endpoint.api_key_env) == ("r1", "http://host/v1", "KEY")
+    assert asked().evaluate.sampling.max_new_tokens == 99
+    with pytest.raises(ConfigError, match="name its model, --model-name NAME"):
+        asked(model_name=None)
+    with pytest.raises(ConfigError, match="--engine vllm: the model at http://host/v1 is served there"):
+        asked(engine="vllm")

@@ -139,7 +139,7 @@ def unscored(pool: JudgePool, problems: list[Problem], responses: list[str]) -> 
 
 def test_no_boxed_text_leaves_a_math_answer_unscored(quick_pool: JudgePool) -> None:
     unboxed = [f"{THINK}The answer is {bomb}." for bomb in BOMBS[:4]]
-    assert unscored(quick_pool, [math_problem(gold) for gold in REFERENCES[2:4]], [boxed(bomb) for bomb in BOMBS]) == {}
+    assert unscored(quick_pool, [math_problem(REFERENCES[2])], [boxed(bomb) for bomb in BOMBS]) == {}
     assert unscored(quick_pool, [math_problem(gold) for gold in REFERENCES], [boxed(BOMBS[0])]) == {}
     assert unscored(quick_pool, [math_problem("73")], unboxed) == {}
 
@@ -159,10 +159,9 @@ def test_a_reference_that_exceeds_the_limits_by_itself_scores_no_answer(quick_po
 def test_no_output_leaves_a_checked_program_unscored(code_pool: JudgePool, name: str) -> None:
     reference = CHECKED[name]
     programs = [f"import sys\nsys.stdout.buffer.write({text.encode('utf-8', 'surrogatepass')!r})" for text in OUTPUTS]
-    responses = [
-        fenced(program) for program in [*programs, *PROGRAMS] if reference.test_kind == "stdin" or "add" in program
-    ]
-    assert unscored(code_pool, [problem(reference)], responses[:24]) == {}
+    if name == "picks":  # by calls: what the program returns
+        programs = [program for program in PROGRAMS if "add" in program][:24]
+    assert unscored(code_pool, [problem(reference)], [fenced(program) for program in programs]) == {}
 
 
 def test_a_checker_that_spins_on_an_output_makes_the_program_wrong(sandbox_name: str) -> None:
@@ -183,7 +182,8 @@ ASSERTED = {
 
 @pytest.mark.parametrize("name", ASSERTED)
 def test_no_program_leaves_assertions_unscored(code_pool: JudgePool, name: str) -> None:
-    assert unscored(code_pool, [problem(ASSERTED[name])], [fenced(program) for program in PROGRAMS]) == {}
+    programs = PROGRAMS if name in ("plain", "caught") else PROGRAMS[::3]
+    assert unscored(code_pool, [problem(ASSERTED[name])], [fenced(program) for program in programs]) == {}
 
 
 def test_no_program_leaves_calls_and_outputs_unscored(code_pool: JudgePool) -> None:
@@ -239,7 +239,7 @@ def test_a_test_that_fails_its_trial_is_left_out_by_name_and_the_others_judge(
 
 def test_all_tests_but_one_may_fail_their_trial_and_no_program_is_unscored_then(code_pool: JudgePool) -> None:
     reference, fault = ONE_BROKEN[2]
-    assert unscored(code_pool, [problem(reference)], [fenced(program) for program in PROGRAMS]) == {}
+    assert unscored(code_pool, [problem(reference)], [fenced(program) for program in PROGRAMS[::3]]) == {}
     (note,) = code_pool.notes_on_trials([problem(reference)])
     assert f"1 of 3 tests can be run; {fault}" in note
 

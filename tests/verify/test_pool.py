@@ -8,16 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
 from verify_builders import ADD_STDIN, boxed, code_config, fenced, math_problem, problem, stdin_reference
 
-from klear_core.config.verify import MathConfig, SandboxConfig, VerifyConfig, VerifyRuntime
+from klear_core.config.verify import CodeConfig, MathConfig, SandboxConfig, VerifyConfig, VerifyRuntime
 from klear_core.errors import JudgeError, SandboxError
 from klear_core.types import Domain, Outcome, UnverifiableReference, Verdict
 from klear_core.verify import JudgeHealth, JudgePool, build_judge_pool
 from klear_core.verify.client import CheckSandbox, JudgeClient
+from klear_core.verify.code.judge import verdict_of
 
 ONE_WORKER = VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=1, code_workers=1))
 PATIENCE_S = 120.0
@@ -28,10 +30,21 @@ def server_of(pool: JudgePool) -> psutil.Process:
     return psutil.Process(pool._client._link.process.pid)
 
 
+@pytest.fixture(scope="module")
+def math_worker() -> Iterator[JudgePool]:
+    """One pool for the tests that leave it as it is."""
+    with build_judge_pool(ONE_WORKER) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize(("score", "expected"), [("soft", 1 / 3), ("hard", 0.0), ("plus_minus", -1 / 3)])
-def test_the_score_of_one_test_in_three(sandbox_name: str, score: str, expected: float) -> None:
-    with build_judge_pool(code_config(score=score)) as pool:
-        assert pool.judge(problem(ADD_STDIN), fenced(HALF_RIGHT)).score == pytest.approx(expected)
+def test_the_score_of_one_test_in_three(score: str, expected: float) -> None:
+    verdict = verdict_of(1, 3, "", CodeConfig.model_validate({"score": score}))
+    assert verdict.score == pytest.approx(expected)
+
+
+def test_a_program_is_scored_by_the_tests_that_it_passes(code_pool: JudgePool) -> None:
+    assert code_pool.judge(problem(ADD_STDIN), fenced(HALF_RIGHT)).score == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(("score", "expected"), [("soft", 0.0), ("hard", 0.0), ("plus_minus", -1.0)])
@@ -45,12 +58,13 @@ def test_an_answer_without_its_tag_scores_as_one_without_a_program(score: str, e
 
 def test_the_hard_score_stops_at_the_first_failure(sandbox_name: str) -> None:
     with build_judge_pool(code_config(score="hard")) as pool:
-        assert "stopped after 1" in pool.judge(problem(ADD_STDIN), fenced("print(0)")).detail
+        verdict = pool.judge(problem(ADD_STDIN), fenced(HALF_RIGHT))
+    assert (verdict.score, "stopped after 2" in verdict.detail) == (0.0, True), verdict
 
 
 def test_tests_after_too_many_timeouts_are_not_run(sandbox_name: str) -> None:
     reference = stdin_reference(*((str(i), "1") for i in range(6)))
-    with build_judge_pool(code_config(cpu_s=0.5, max_timeouts=2)) as pool:
+    with build_judge_pool(code_config(cpu_s=0.2, max_timeouts=2)) as pool:
         assert "stopped after 2" in pool.judge(problem(reference), fenced("while True: pass")).detail
 
 
@@ -59,7 +73,9 @@ def test_missing_code_is_no_answer(code_pool: JudgePool) -> None:
     assert code_pool.judge(problem(ADD_STDIN), "</think>print(3)").outcome is Outcome.NO_ANSWER
 
 
-def test_a_caller_that_is_cancelled_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_caller_that_is_cancelled_leaves_no_error_behind(
+    math_worker: JudgePool, caplog: pytest.LogCaptureFixture
+) -> None:
     """RL cancels the answers of a group that it needs no more, some of which are being judged."""
 
     async def cancel_one_and_ask_again(pool: JudgePool) -> Verdict:
@@ -69,8 +85,7 @@ def test_a_caller_that_is_cancelled_leaves_no_error_behind(caplog: pytest.LogCap
         await asyncio.gather(first, return_exceptions=True)
         return await pool.judge_async(math_problem(r"\sqrt{3}+x"), boxed(r"x+\sqrt{3}"))
 
-    with build_judge_pool(ONE_WORKER) as pool:
-        assert asyncio.run(cancel_one_and_ask_again(pool)).score == 1.0
+    assert asyncio.run(cancel_one_and_ask_again(math_worker)).score == 1.0
     assert [record.getMessage() for record in caplog.records] == []
 
 
@@ -80,36 +95,32 @@ def test_easy_verdicts_start_no_process() -> None:
         assert pool._client._link is None
 
 
-def test_the_first_verdict_comes_before_the_last_answer_is_submitted() -> None:
-    with build_judge_pool(ONE_WORKER) as pool:
-        first = pool.submit(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}"))
-        assert first.result(timeout=PATIENCE_S).score == 1.0
-        assert pool.submit(math_problem(r"\sqrt{12}"), boxed(r"2\sqrt{3}")).result(timeout=PATIENCE_S).score == 1.0
+def test_the_first_verdict_comes_before_the_last_answer_is_submitted(math_worker: JudgePool) -> None:
+    first = math_worker.submit(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}"))
+    assert first.result(timeout=PATIENCE_S).score == 1.0
+    assert math_worker.submit(math_problem(r"\sqrt{12}"), boxed(r"2\sqrt{3}")).result(timeout=PATIENCE_S).score == 1.0
 
 
-def test_async_judging_overlaps() -> None:
+def test_async_judging_overlaps(math_worker: JudgePool) -> None:
     async def judge_all(pool: JudgePool) -> list[Verdict]:
         return await asyncio.gather(
             *(pool.judge_async(math_problem("x+1"), boxed(f"x+{i + 1}-{i}")) for i in range(1, 20))
         )
 
-    with build_judge_pool(ONE_WORKER) as pool:
-        assert [v.score for v in asyncio.run(judge_all(pool))] == [1.0] * 19
+    assert [v.score for v in asyncio.run(judge_all(math_worker))] == [1.0] * 19
 
 
-def test_judging_from_many_threads() -> None:
+def test_judging_from_many_threads(math_worker: JudgePool) -> None:
     scores: list[float] = []
-    with build_judge_pool(ONE_WORKER) as pool:
-        threads = [
-            threading.Thread(
-                target=lambda: scores.append(pool.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score)
-            )
-            for _ in range(16)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+
+    def judge_one() -> None:
+        scores.append(math_worker.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score)
+
+    threads = [threading.Thread(target=judge_one) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert scores == [1.0] * 16
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import httpx
 from pydantic import SecretStr
 
-from klear_core.config.distill import BudgetConfig, HttpTeacherRuntime, TeacherEndpoint
+from klear_core.config.evaluate import BudgetConfig, ChatEndpoint, ChatRuntime
 from klear_core.distill.teachers.teacher import Usage
 from klear_core.errors import ConfigError
 from klear_core.generate.http_engine import ConcurrencyLimit
@@ -64,13 +64,13 @@ class Budget:
         return has_tokens and has_money
 
 
-def cost_of(endpoint: TeacherEndpoint, *, input_tokens: int, output_tokens: int) -> float:
+def cost_of(endpoint: ChatEndpoint, *, input_tokens: int, output_tokens: int) -> float:
     """Return the price of tokens at an endpoint, in the currency of its prices."""
     return (input_tokens * endpoint.input_price + output_tokens * endpoint.output_price) / 1e6
 
 
 # ---- keys ----
-# Find the API key of a teacher's endpoint, in an environment variable or among the keys read from Prefect blocks.
+# Find the API key of an endpoint, in an environment variable or among the keys read from Prefect blocks.
 
 
 BlockKeys = Mapping[str, SecretStr]
@@ -79,7 +79,7 @@ NO_KEYS: BlockKeys = MappingProxyType({})
 MAKE_BLOCK = "make a block of type Secret with this name in Prefect's UI (Blocks), on the server that the run uses"
 
 
-def request_headers(cfg: TeacherEndpoint, keys: BlockKeys = NO_KEYS) -> dict[str, str]:
+def request_headers(cfg: ChatEndpoint, keys: BlockKeys = NO_KEYS) -> dict[str, str]:
     """Return the headers that carry the key. Raise ConfigError, without the key, if there is none or it is unusable.
 
     `keys` has those that are in Prefect blocks.
@@ -94,9 +94,9 @@ def request_headers(cfg: TeacherEndpoint, keys: BlockKeys = NO_KEYS) -> dict[str
     else:
         return {}
     if not key:
-        raise ConfigError(f"distill.teacher {named}: this {place} is not set; {remedy}")
+        raise ConfigError(f"{cfg.base_url}, {named}: this {place} is not set; {remedy}")
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"distill.teacher {named}: this {place} holds characters that no API key has")
+        raise ConfigError(f"{cfg.base_url}, {named}: this {place} holds characters that no API key has")
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -133,9 +133,7 @@ class RefusedByAllError(Exception):
 class Endpoint:
     """One server: its connections, its requests in flight, and how it fares."""
 
-    def __init__(
-        self, cfg: TeacherEndpoint, runtime: HttpTeacherRuntime, *, model: str, now: float, keys: BlockKeys
-    ) -> None:
+    def __init__(self, cfg: ChatEndpoint, runtime: ChatRuntime, *, model: str, now: float, keys: BlockKeys) -> None:
         self.cfg = cfg
         self.model = cfg.model or model
         self.url = cfg.base_url.rstrip("/") + "/chat/completions"
@@ -269,7 +267,7 @@ class _Waiter:
 class Fleet:
     """Assigns requests to endpoints, first come, first served, within each endpoint's limit and the common budget."""
 
-    def __init__(self, runtime: HttpTeacherRuntime, *, model: str, max_tokens: int, keys: BlockKeys) -> None:
+    def __init__(self, runtime: ChatRuntime, *, model: str, max_tokens: int, keys: BlockKeys) -> None:
         now = time.monotonic()
         self.endpoints = [Endpoint(cfg, runtime, model=model, now=now, keys=keys) for cfg in runtime.endpoints]
         self.budget = Budget(runtime.budget)

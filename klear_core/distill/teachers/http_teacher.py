@@ -16,7 +16,8 @@ from random import Random
 
 import httpx
 
-from klear_core.config.distill import HttpTeacherConfig, TeacherEndpoint
+from klear_core.config.distill import HttpTeacherConfig
+from klear_core.config.evaluate import ChatEndpoint, ChatRuntime
 from klear_core.distill.teachers.fleet import (
     NO_KEYS,
     BlockKeys,
@@ -92,10 +93,16 @@ class HttpTeacher:
         Raise TeacherError if no endpoint can be reached, TeacherRejectsError if all reject key, address or model, or
         every request.
         """
-        ids = (problem.problem_id, sample_idx)
-        body = self._body(problem, seed_for(seed, "distill/teacher", *ids))
+        own_seed = seed_for(seed, "distill/teacher", problem.problem_id, sample_idx)
+        return await self.ask(
+            question_of(problem, self.cfg), temperature=self.cfg.temperature, top_p=self.cfg.top_p, seed=own_seed
+        )
+
+    async def ask(self, question: str, *, temperature: float, top_p: float, seed: int) -> TeacherSample:
+        """Return the reply to a text, or how it failed; raise as `sample` does."""
+        body = self._body(question, temperature=temperature, top_p=top_p, seed=seed)
         # Waits of their own, so that samples that failed together do not come back together.
-        jitter = Random(seed_for(seed, "distill/backoff", *ids))  # noqa: S311
+        jitter = Random(seed_for(seed, "distill/backoff"))  # noqa: S311
         usage, avoid, num_tries, num_counted = Usage(), None, 0, 0
         refusals = Refusals()
         while True:
@@ -106,7 +113,7 @@ class HttpTeacher:
             except RefusedByAllError:
                 return TeacherSample(result=self._refused(refusals), usage=usage)
             except OverBudgetError:
-                failure = TeacherFailure(reason=OVER_BUDGET, detail="distill.teacher.runtime.budget is spent")
+                failure = TeacherFailure(reason=OVER_BUDGET, detail="the budget is spent")
                 return TeacherSample(result=failure, usage=usage)
             usage += attempt.usage
             if isinstance(outcome, TeacherReply):
@@ -147,18 +154,18 @@ class HttpTeacher:
         if last.is_unreachable and all(e.failures_in_a_row for e in endpoints):
             urls = ", ".join(e.url for e in endpoints)
             raise TeacherError(
-                f"the teacher {self.name!r} at {urls} cannot be reached after {num_tries} tries ({last.detail}); "
-                "check that the server runs, distill.teacher.base_url and the network, then run again: "
+                f"the model {self.name!r} at {urls} cannot be reached after {num_tries} tries ({last.detail}); "
+                "check that the server runs, its base_url and the network, then run again: "
                 "all replies so far are kept"
             )
         refused = f"; refused by {refusals}" if refusals.said else ""
         return TeacherFailure(reason=last.reason, detail=f"{last.detail}, {num_tries} tries{refused}")
 
-    def _body(self, problem: Problem, seed: int) -> dict[str, object]:
+    def _body(self, question: str, *, temperature: float, top_p: float, seed: int) -> dict[str, object]:
         body: dict[str, object] = {
-            "messages": [{"role": "user", "content": question_of(problem, self.cfg)}],
-            "temperature": self.cfg.temperature,
-            "top_p": self.cfg.top_p,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": temperature,
+            "top_p": top_p,
             "max_tokens": self.cfg.max_tokens,
             "stream": True,
         }
@@ -167,30 +174,30 @@ class HttpTeacher:
         return body
 
 
-def check_endpoints(cfg: HttpTeacherConfig, keys: BlockKeys = NO_KEYS) -> None:
+def check_endpoints(runtime: ChatRuntime, keys: BlockKeys = NO_KEYS) -> None:
     """Request the list of models of every endpoint once; log a warning for one that does not answer beside others.
 
     Raise TeacherError if no response comes from any within seconds, TeacherRejectsError if an API key is rejected. Any
     other response passes, because not every endpoint has such a list.
     """
     silent = []
-    for endpoint in cfg.runtime.endpoints:
+    for endpoint in runtime.endpoints:
         try:
             _check_endpoint(endpoint, keys)
         except TeacherRejectsError:
             raise
         except TeacherError as e:
             silent.append(e)
-    num_all = len(cfg.runtime.endpoints)
+    num_all = len(runtime.endpoints)
     if len(silent) == num_all > 1:
         raise TeacherError(f"no server answers at any of its {num_all} endpoints; the last: {silent[-1]}")
     if len(silent) == num_all:
         raise silent[0]
     for error in silent:
-        log.warning("distill: %s; the other endpoints get its requests until it answers", error)
+        log.warning("%s; the other endpoints get its requests until it answers", error)
 
 
-def _check_endpoint(endpoint: TeacherEndpoint, keys: BlockKeys) -> None:
+def _check_endpoint(endpoint: ChatEndpoint, keys: BlockKeys) -> None:
     url = endpoint.base_url.rstrip("/") + "/models"
     try:
         # The body, which may be anything and have no end, is not read.
@@ -198,9 +205,9 @@ def _check_endpoint(endpoint: TeacherEndpoint, keys: BlockKeys) -> None:
             status = response.status_code
     except (httpx.TransportError, httpx.InvalidURL) as e:
         raise TeacherError(
-            f"no server answers at distill.teacher.base_url = {endpoint.base_url!r}: "
+            f"no server answers at base_url = {endpoint.base_url!r}: "
             f"tried GET {url} for {_CHECK_TIMEOUT_S:g} s ({type(e).__name__}: {e}); "
-            "start the teacher, or correct its address"
+            "start it, or correct its address"
         ) from e
     if status in (401, 403):
         raise TeacherRejectsError(f"GET {url}: HTTP {status}: {FATAL_STATUSES[status]}")
@@ -221,13 +228,12 @@ FATAL_STATUSES = {
     302: "the address redirects; use the other one as base_url",
     307: "the address redirects; use the other one as base_url",
     308: "the address has moved; use the new one as base_url",
-    401: "the API key is missing or wrong; check the variable (distill.teacher.api_key_env) or the Prefect block "
+    401: "the API key is missing or wrong; check the variable (api_key_env) or the Prefect block "
     "(api_key_block) that holds it",
     402: "the account has no balance left",
     403: "the API key may not use this model",
-    404: "no such address or model; check distill.teacher.base_url (it ends before /chat/completions) "
-    "and distill.teacher.model",
-    405: "this address takes no chat requests; check distill.teacher.base_url",
+    404: "no such address or model; check base_url (it ends before /chat/completions) and the name of the model",
+    405: "this address takes no chat requests; check base_url",
 }
 """Statuses that no retry can change, with the cause and what to check."""
 
@@ -426,7 +432,7 @@ class Attempt:
 def rejection(cfg: HttpTeacherConfig, urls: Sequence[str], cause: str, detail: str) -> TeacherRejectsError:
     """Return the error of a teacher that rejects requests at these addresses for a cause."""
     at = ", ".join(urls)
-    return TeacherRejectsError(f"the teacher {cfg.model!r} at {at} rejects the request: {cause} ({detail})")
+    return TeacherRejectsError(f"the model {cfg.model!r} at {at} rejects the request: {cause} ({detail})")
 
 
 async def _first_bytes(response: httpx.Response) -> bytes:

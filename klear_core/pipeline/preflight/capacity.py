@@ -18,7 +18,13 @@ from klear_core.cluster.nodes import joins_a_cluster, known_nodes, plan_engines
 from klear_core.cluster.placement import Node, cpu_refusal, is_too_large_for_cpu
 from klear_core.config.curate import TagConfig
 from klear_core.config.distill import LocalTeacherConfig
-from klear_core.config.evaluate import EvaluateConfig, HardwareConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.evaluate import (
+    EvaluateConfig,
+    HardwareConfig,
+    ServedModelConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, RlJob, Stage, TagJob
 from klear_core.config.train import NO_TORCHAO, ModelConfig, SftConfig, TrainRuntime
@@ -104,6 +110,8 @@ def pool_problems_on(nodes: Sequence[Node], work: PendingWork, *, elsewhere: boo
             sampling[f"{stage.section}.teacher"] = distill_job.distill.teacher
     gpus_of_nodes = [node.num_gpus for node in nodes]
     for section, cfg in sampling.items():
+        if isinstance(cfg.engine, ServedModelConfig):
+            continue
         try:
             plan_engines(cfg.runtime.num_engines, cfg.engine, gpus_of_nodes, key=section)
         except ResourceError as e:

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from klear_core.cluster.placement import Node
-from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.load import as_option
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.stage import DistillJob, PromoteJob
+from klear_core.config.stage import PromoteJob
 from klear_core.distill.teachers.fleet import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ConfigError
 from klear_core.evaluate.stats.intervals import least_half_width
@@ -133,16 +132,17 @@ def _exposure_problems(work: PendingWork) -> Iterator[str]:
             )
 
 
-def _teacher_problems(work: PendingWork) -> Iterator[str]:
-    for stage, job in work.pending(DistillJob):
-        teacher, key = job.distill.teacher, f"{stage.section}.teacher"
-        if not isinstance(teacher, HttpTeacherConfig):
+def _endpoint_problems(work: PendingWork) -> Iterator[str]:
+    for stage in work.stages:
+        chat = stage.job.chat_in(stage.section)
+        if chat is None:
             continue
-        keys = [endpoint.api_key_env for endpoint in teacher.runtime.endpoints if endpoint.api_key_env]
+        key, endpoints = chat.key, chat.runtime.endpoints
+        keys = [endpoint.api_key_env for endpoint in endpoints if endpoint.api_key_env]
         missing = [name for name in keys if not os.environ.get(name)]
         for name in missing:
             yield f"{key}.api_key_env = {name!r}: this environment variable is not set"
-        blocks = [endpoint.api_key_block for endpoint in teacher.runtime.endpoints if endpoint.api_key_block]
+        blocks = [endpoint.api_key_block for endpoint in endpoints if endpoint.api_key_block]
         unmade = [name for name in blocks if work.keys is not None and name not in work.keys]
         for name in unmade:
             yield f"{key}.api_key_block = {name!r}: Prefect has no such block; {MAKE_BLOCK}"
@@ -151,7 +151,7 @@ def _teacher_problems(work: PendingWork) -> Iterator[str]:
             continue
         from klear_core.distill.teachers.http_teacher import check_endpoints
 
-        yield from error_messages(key, partial(check_endpoints, keys=work.keys or NO_KEYS), teacher)
+        yield from error_messages(key, partial(check_endpoints, keys=work.keys or NO_KEYS), chat.runtime)
 
 
 def _workspace_problems(work: PendingWork) -> Iterator[str]:
@@ -180,8 +180,12 @@ _CHECKS = (
     model_problems,
     _exposure_problems,
     _margin_problems,
+<<<<<<< HEAD
     _teacher_problems,
     token_problems,
+=======
+    _endpoint_problems,
+>>>>>>> f8081e4aa0595bfcae4b6454343b3344b0c7d01b
     length_problems,
     engine_problems,
     context_problems,

@@ -17,7 +17,7 @@ from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, fil
 from klear_core.artifacts.model_files import folder_of
 from klear_core.config.curate import DecontaminateConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, GeneratedSource
-from klear_core.config.data_jobs import BenchmarksJob, CurateJob, GivenModelJob
+from klear_core.config.data_jobs import BenchmarksJob, CurateJob, GivenModelJob, ServedModelJob
 from klear_core.config.load import as_option
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import Stage
@@ -51,9 +51,12 @@ class GivenContamination:
         if not open_:
             return found
         names = ", ".join(open_)
-        declare = as_option(f"{self.stage.section}.decontaminated_against", [*self.declared, *open_])
         known = "was not compared" if self.missed else "is not known to have been compared"
-        text = f"{behind} {known} with {names}: scores may be of memory. If it was, declare it: {declare}"
+        text = f"{behind} {known} with {names}: scores may be of memory"
+        if isinstance(self.stage.job, ServedModelJob):
+            return text  # nobody here can know
+        declare = as_option(f"{self.stage.section}.decontaminated_against", [*self.declared, *open_])
+        text += f". If it was, declare it: {declare}"
         return f"{found}. {text}" if self.seen else text
 
 
@@ -62,6 +65,12 @@ def given_contamination(config: PipelineConfig) -> list[GivenContamination]:
     stages = stages_of(config)
     found = []
     for stage in stages:
+        if isinstance(stage.job, ServedModelJob) and config.benchmarks:
+            names = tuple(b.name for b in config.benchmarks)
+            scored_by = tuple(_evaluations_from(stages, stage.name))
+            found.append(
+                GivenContamination(stage=stage, scored_by=scored_by, declared=(), unknown=names, missed=(), seen={})
+            )
         if not isinstance(stage.job, GivenModelJob):
             continue
         facts = stage.job.given_facts()

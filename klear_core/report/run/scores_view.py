@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from klear_core.config.benchmark_prompts import QUESTION
-from klear_core.config.evaluate import PLAIN_TEMPLATE, HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.evaluate import (
+    PLAIN_TEMPLATE,
+    HttpEngineConfig,
+    ServedModelConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from klear_core.evaluate.compare.published import Agreement, PublishedModel, agreement_with
 from klear_core.report.run.claims import Axis, DifferenceRow, Span, axis_of, difference_row
 from klear_core.report.run.data import Facts, ModelFacts
@@ -48,6 +54,9 @@ def _engine_text(profile: DecodingProfile) -> str:
             return f"vLLM in {engine.dtype}{yarn}{attention}"
         case HttpEngineConfig() as engine:
             return f"endpoint serving {engine.model}"
+        case ServedModelConfig() as engine:
+            addresses = ", ".join(endpoint.base_url for endpoint in engine.runtime.endpoints)
+            return f"{engine.model} as served at {addresses}, weights unknown"
 
 
 # ---- published view ----

@@ -163,7 +163,7 @@ def test_the_check_before_a_run_reads_no_body(fields: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=[listener])
         thread.start()
-        check_endpoints(make_config(f"http://127.0.0.1:{listener.getsockname()[1]}/v1"))
+        check_endpoints(make_config(f"http://127.0.0.1:{listener.getsockname()[1]}/v1").runtime)
         thread.join()
     assert cut_off_after
 
@@ -192,7 +192,7 @@ def test_a_request_that_the_server_will_not_take_fails_without_a_retry(server: S
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize(("status", "advice"), [(401, "api_key_env"), (402, "balance"), (404, "distill.teacher.model")])
+@pytest.mark.parametrize(("status", "advice"), [(401, "api_key_env"), (402, "balance"), (404, "name of the model")])
 def test_a_teacher_that_refuses_us_ends_the_stage_for_good_with_advice(
     server: ScriptedServer, status: int, advice: str
 ) -> None:

@@ -419,9 +419,7 @@ def with_teacher(root: Path, url: str) -> PipelineConfig:
 def test_a_teacher_that_nobody_serves_is_missed_with_the_address_that_was_tried(tmp_path: Path) -> None:
     url = dead_url()
     (problem,) = problems_with(with_teacher(tmp_path, url))
-    assert problem.startswith(
-        f"distill.teacher: no server answers at distill.teacher.base_url = '{url}': tried GET {url}/models"
-    )
+    assert problem.startswith(f"distill.teacher: no server answers at base_url = '{url}': tried GET {url}/models")
 
 
 @pytest.mark.parametrize(("status", "is_fit"), [(200, True), (404, True), (500, True), (401, False), (403, False)])

@@ -247,8 +247,8 @@ def test_a_hostile_answer_earns_nothing_and_comes_back(hostile_pool: JudgePool, 
 
 
 def test_good_answers_are_judged_while_hostile_ones_burn_their_time() -> None:
-    """Two of three workers burn; whatever the order, the third has two seconds for what takes a fiftieth of one."""
-    cfg = VerifyConfig(math=MathConfig(cpu_s=2.0), runtime=VerifyRuntime(math_workers=3))
+    """Two of three workers burn; whatever the order, the third has one second for what takes a fiftieth of it."""
+    cfg = VerifyConfig(math=MathConfig(cpu_s=1.0), runtime=VerifyRuntime(math_workers=3))
     with build_judge_pool(cfg) as pool:
         burning = [pool.submit(math_problem("73"), boxed(HOSTILE["tower"] + f"+{i}")) for i in range(2)]
         verdicts: list[Verdict] = [pool.submit(math_problem("1/2"), boxed(f"0.5+{i}-{i}")).result() for i in range(5)]

@@ -19,7 +19,9 @@ from klear_core.types import CodeReference
 from klear_core.verify import JudgePool, build_judge_pool
 
 RARE = (
-    SPINNING | WAITING | {"fork bomb", "memory bomb in many processes", "output bomb", "error output bomb"}
+    SPINNING
+    | WAITING
+    | {"fork bomb", "memory bomb in many processes", "endless result", "output bomb", "error output bomb"}
 )  # they take seconds each
 FOLDERS = (
     "/tmp",
