@@ -32,12 +32,9 @@ from klear_core.config.data_jobs import (
     ServedModelJob,
 )
 from klear_core.config.distill import LocalTeacherConfig
-<<<<<<< HEAD
+from klear_core.config.evaluate import ServedModelConfig
 from klear_core.config.opd import GivenTeacher, TrainedTeacher
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
-=======
-from klear_core.config.evaluate import ServedModelConfig
->>>>>>> f8081e4aa0595bfcae4b6454343b3344b0c7d01b
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import (

@@ -180,12 +180,8 @@ _CHECKS = (
     model_problems,
     _exposure_problems,
     _margin_problems,
-<<<<<<< HEAD
-    _teacher_problems,
     token_problems,
-=======
     _endpoint_problems,
->>>>>>> f8081e4aa0595bfcae4b6454343b3344b0c7d01b
     length_problems,
     engine_problems,
     context_problems,
