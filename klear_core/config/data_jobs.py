@@ -19,9 +19,16 @@ from klear_core.config.curate import (
 from klear_core.config.data import BenchmarkConfig, DatasetsSource, FileSource, GeneratedSource, Source
 from klear_core.config.evaluate import EvaluateConfig, ServedModelConfig
 from klear_core.config.known_benchmarks import DateWindow
+from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings, YieldLimits
-from klear_core.config.stage import BaseJob, EvaluateJob, HubUse, Job, SourceUse
+from klear_core.config.stage import (
+    BaseJob,
+    EvaluateJob,
+    HubUse,
+    Job,
+    SourceUse,
+)
 from klear_core.config.train import (
     GivenDataset,
     GivenFacts,
@@ -346,7 +353,7 @@ class ServedModelJob(Job):
 
 
 STAGE_SECTIONS = frozenset(
-    ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "rl", "rl_code", "evaluate", "promote")
+    ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "opd", "rl", "rl_code", "evaluate", "promote")
 )
 """Sections that stages use; the others, such as `seed` and `verify`, concern the whole run."""
 
@@ -378,6 +385,8 @@ def _sections_of(name: str, kind: str) -> tuple[str, ...]:
             return ("evaluate",)
         case GivenModelJob.kind:
             return ()
+        case OpdRolloutsJob.kind | OpdScoresJob.kind | OpdJob.kind:
+            return ("opd",)
         case GivenTracesJob.kind | GivenProblemsJob.kind:
             return ("curate", name)  # curation's rules keep their questions apart from the benchmarks
         case _:
