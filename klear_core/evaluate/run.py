@@ -43,7 +43,7 @@ from klear_core.metrics import SILENT, Telemetry
 from klear_core.scores import RATES_FOLDER, EvalReport, TemplateScore, write_reports
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, PassRate, Problem, UnverifiableReference
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class EnginesAndJudges:
     section: str
     """Section of the stage's settings, for messages."""
     start_sampler: StartSampler = start_here
-    build_judges: Callable[[VerifyConfig], JudgePool] = build_judge_pool
+    build_judges: Callable[[VerifyConfig], JudgePool] = JudgePool
 
 
 _HERE = EnginesAndJudges(section="evaluate")

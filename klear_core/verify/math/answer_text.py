@@ -356,16 +356,12 @@ def _stating_sentence(text: str) -> str | None:
     for num_after, sentence in enumerate(reversed(sentences[-1 - _MAX_AFTER :])):
         if _DENIES.search(sentence):
             return None
-        if _states(sentence):
+        if (_NAMED.search(sentence) or _CONCLUDES.search(sentence)) and _VALUE.search(sentence):
             is_last = num_after == 0
             return None if is_last and not _is_complete(sentence) else sentence
         if _GOES_ON.search(sentence) or not _FINISHED.search(sentence):
             return None
     return None
-
-
-def _states(sentence: str) -> bool:
-    return bool((_NAMED.search(sentence) or _CONCLUDES.search(sentence)) and _VALUE.search(sentence))
 
 
 def _is_complete(sentence: str) -> bool:
