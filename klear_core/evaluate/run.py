@@ -257,7 +257,13 @@ def tag_problems(
     judged = tuple(p for p in untagged if not isinstance(p.reference, UnverifiableReference))
     if not judged:
         raise DataError(f"{problems}: none of its problems has a reference, so no answer can be judged")
-    evaluation = cfg.as_evaluation()
+    evaluation = EvaluateConfig(
+        engine=cfg.engine,
+        sampling=cfg.sampling,
+        greedy=False,
+        max_unscored_rate=cfg.max_unscored_rate,
+        runtime=cfg.runtime,
+    )
     suite = (Benchmark(name=_NAME, problems=judged, num_samples=cfg.samples_per_problem),)
     notes, _ = answer_suite(
         model, evaluation, suite, verify, compute=compute, seed=seed, workdir=workdir, telemetry=telemetry
