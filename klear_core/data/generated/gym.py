@@ -101,12 +101,13 @@ def content_of(task: str, question: str, answer: str | None) -> str:
 
 def _candidate(cfg: GymSource, row: dict[str, Any], index: int) -> Candidate:
     level, top, text = row["level"], row["top_level"], row["question"]
+    rating = None if level is None else level / max(top, 1)
     return Candidate(
         source=cfg.name,
         domain=Domain.MATH,
         question=f"{text}\n\n{cfg.instruction}" if cfg.instruction else text,
         reference=_reference(cfg, row["value"]),
-        rating=None if level is None else level / max(top, 1),
+        rating=rating,
         row=f"number {index}",
     )
 
