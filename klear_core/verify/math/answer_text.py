@@ -327,7 +327,8 @@ def _alone(text: str) -> str | None:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     before = lines[-2] if len(lines) > 1 else ""
     bold = _BOLD_LINE.fullmatch(lines[-1]) if lines else None
-    value = bold[1].strip() if bold is not None else (lines[-1] if lines else "")
+    last = lines[-1] if lines else ""
+    value = bold[1].strip() if bold is not None else last
     is_answer = _HEADING.fullmatch(before) is not None or (bold is not None and not before.endswith(":"))
     is_label = _LABELLED.match(value) or _NAMED.search(value) or _DENIES.search(value) or value.endswith(":")
     is_value = 0 < len(value) <= _MAX_BARE_CHARS and not is_label and len(_WORDS.findall(value)) <= 3
