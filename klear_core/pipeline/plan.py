@@ -245,16 +245,18 @@ def _rerun(config: PipelineConfig, stage: Stage, earlier: Manifest, *, remade: C
     if inputs:
         reasons.append(f"follows from {', '.join(inputs)}")
     rows = estimate(config, {stage.name})
+    max_tokens = rows[0].max_tokens if rows else None
     estimated = [row.gpu_hours for row in rows if row.gpu_hours is not None]
     is_measured, num_gpus = earlier.attempts == 1, gpus_held(_as_it_ran(stage, earlier))
     measured = earlier.wall_s / 3600 * num_gpus if estimated and num_gpus is not None else None
+    expected = sum(estimated) if estimated else None
     return Rerun(
         stage=stage.name,
         why="; ".join(reasons),
         earlier=earlier,
-        gpu_hours=measured if is_measured else sum(estimated) if estimated else None,
+        gpu_hours=measured if is_measured else expected,
         is_measured=is_measured,
-        max_tokens=rows[0].max_tokens if rows else None,
+        max_tokens=max_tokens,
     )
 
 

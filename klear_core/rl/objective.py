@@ -101,6 +101,8 @@ def make_batch(
         teacher_logp_N = micro.gather({r: _teacher_logps(rows[r]) for r in micro.rows})
     top_id_NK, top_logp_NK = _likeliest(micro, here)
     lm_scale = cfg.lm_coef / max(1, denominators.num_positive_tokens)  # a mini-batch may have no positive sample
+    advantages = [r.advantage for r in here]
+    lm_scales = [lm_scale * r.is_positive for r in here]
     batch = TrainBatch(
         target_N=micro.target_N,
         row_N=micro.row_N,
@@ -108,14 +110,14 @@ def make_batch(
         sampler_logp_N=sampler_logp_N,
         ref_logp_N=nan_N if ref_logp_N is None else ref_logp_N,
         old_entropy_N=nan_N if old is None else old.entropy_N,
-        advantage_N=per_row([r.advantage for r in here]),
+        advantage_N=per_row(advantages),
         teacher_logp_N=teacher_logp_N,
         distill_N=per_row(distill),
         top_id_NK=top_id_NK,
         top_logp_NK=top_logp_NK,
         correction_N=torch.ones_like(old_logp_N),
         scale_N=per_row(scales),
-        lm_scale_N=per_row([lm_scale * r.is_positive for r in here]),
+        lm_scale_N=per_row(lm_scales),
         num_rows=len(rows),
         cp_group=micro.cp_group,
     )

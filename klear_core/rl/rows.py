@@ -9,54 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from klear_core.types import TokenRow, TrainSample
-
-
-class TrainRow(TokenRow, Protocol):
-    """A row as the learner reads it: a `TrainSample`, or an `ArrayRow`."""
-
-    @property
-    def problem_id(self) -> str:
-        """Return the id of the answered problem."""
-
-    @property
-    def advantage(self) -> float:
-        """Return the advantage of every loss token."""
-
-    @property
-    def is_positive(self) -> bool:
-        """Return whether the language-model loss learns from the row."""
-
-    @property
-    def oldest_version(self) -> int:
-        """Return the oldest version of the weights that sampled a token."""
-
-    @property
-    def old_logps(self) -> Sequence[float] | np.ndarray:
-        """Return the sampler's log-probs, as long as `token_ids`."""
-
-    @property
-    def has_teacher(self) -> bool:
-        """Return whether a teacher scored the answer; known on every rank."""
-
-    @property
-    def teacher_logps(self) -> Sequence[float] | np.ndarray:
-        """Return the teacher's log-probs, as long as `token_ids`; empty without a teacher."""
-
-    @property
-    def top_ids(self) -> Sequence[int] | np.ndarray:
-        """Return the teacher's K likeliest tokens in place of each loss token, one after another; empty without."""
-
-    @property
-    def top_logps(self) -> Sequence[float] | np.ndarray:
-        """Return the teacher's log-probs of them."""
-
-
-Row = TypeVar("Row", bound=TrainRow)
+from klear_core.types import TrainSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +86,11 @@ class ArrayRow:
             top_ids=tuple(self.top_ids.tolist()),
             top_logps=tuple(self.top_logps.tolist()),
         )
+
+
+TrainRow = TrainSample | ArrayRow
+"""A row as the learner reads it."""
+Row = TypeVar("Row", bound=TrainRow)
 
 
 def counts_of(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:

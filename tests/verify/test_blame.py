@@ -23,7 +23,7 @@ from verify_builders import (
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import CodeReference, Outcome, Problem, Verdict
-from klear_core.verify import JudgePool, build_judge_pool, faulty_references
+from klear_core.verify import JudgePool, faulty_references
 from klear_core.verify.client import Fault, MathTask, Task
 
 THE_MODELS = (Outcome.SCORED, Outcome.NO_ANSWER)
@@ -125,7 +125,7 @@ REFERENCES += [
 @pytest.fixture(scope="module")
 def quick_pool() -> Iterator[JudgePool]:
     """A short limit of CPU time: a bomb needs more, and no reference here, also not the first one of a worker, which loads the parser."""
-    with build_judge_pool(VerifyConfig(math=MathConfig(cpu_s=0.6), runtime=VerifyRuntime(math_workers=2))) as pool:
+    with JudgePool(VerifyConfig(math=MathConfig(cpu_s=0.6), runtime=VerifyRuntime(math_workers=2))) as pool:
         yield pool
 
 
@@ -167,7 +167,7 @@ def test_no_output_leaves_a_checked_program_unscored(code_pool: JudgePool, name:
 def test_a_checker_that_spins_on_an_output_makes_the_program_wrong(sandbox_name: str) -> None:
     """A test that spins counts as a time-out of the program, of which one is allowed here."""
     reference = stdin_reference(("", "yes\n"), ("", "yes\n"), checker=SPINS)
-    with build_judge_pool(code_config(max_timeouts=1)) as pool:
+    with JudgePool(code_config(max_timeouts=1)) as pool:
         verdict = pool.judge(problem(reference), fenced("print('no')"))
     assert (verdict.outcome, verdict.score, "stopped after 1" in verdict.detail) == (Outcome.SCORED, 0.0, True), verdict
 

@@ -102,12 +102,13 @@ def as_candidates(cfg: GymSource, problems: Iterable[dict[str, Any]]) -> Iterato
     """Yield the problems of `problems_here` as the source has them."""
     for index, row in enumerate(problems):
         level, top, text = row["level"], row["top_level"], row["question"]
+        rating = None if level is None else level / max(top, 1)
         yield Candidate(
             source=cfg.name,
             domain=Domain.MATH,
             question=f"{text}\n\n{cfg.instruction}" if cfg.instruction else text,
             reference=_reference(cfg, row["value"]),
-            rating=None if level is None else level / max(top, 1),
+            rating=rating,
             row=f"number {index}",
         )
 

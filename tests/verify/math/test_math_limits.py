@@ -12,7 +12,7 @@ from verify_builders import boxed, math_problem
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import Outcome, Verdict
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 from klear_core.verify.client import Fault
 from klear_core.verify.server import outcome_of
 
@@ -107,7 +107,7 @@ def test_a_worker_that_died_of_something_else_is_no_time_out() -> None:
 
 
 def test_an_answer_that_explodes_is_wrong_and_names_cpu_time() -> None:
-    with build_judge_pool(VerifyConfig(math=MathConfig(cpu_s=0.5), runtime=VerifyRuntime(math_workers=1))) as pool:
+    with JudgePool(VerifyConfig(math=MathConfig(cpu_s=0.5), runtime=VerifyRuntime(math_workers=1))) as pool:
         verdict = pool.judge(math_problem("73"), boxed("9^{9^{9^{9}}}"))
         assert (verdict.outcome, verdict.score, "CPU time" in verdict.detail) == (Outcome.SCORED, 0.0, True), verdict
         assert pool.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score == 1.0

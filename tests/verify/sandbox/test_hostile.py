@@ -12,7 +12,7 @@ from verify_builders import ADD_ASSERTS, ADD_CALL, ADD_STDIN, code_config, fence
 
 from klear_core.config.verify import CodeConfig, SandboxConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import CallTests, CodeReference, Outcome, StdinTests, Verdict
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 EVIDENCE = ("OPEN", "READ", "KILLED", "LIMITED", "RENICED", "RAISED", "LINKED", "UNSHARED", "TRACED", "SHARED", "ROOT")
 PROGRAMS: list[tuple[str, str, CodeReference]] = [
@@ -35,7 +35,7 @@ def verdicts(sandbox_name: str) -> dict[str, Verdict]:
     """
     code = CodeConfig(cpu_s=ROOMY_S, wall_factor=WALL_FACTOR, time_limit_scale=1.0, max_timeouts=1, memory_mb=256)
     limits = SandboxConfig(output_mb=1, total_memory_mb=1024)
-    with build_judge_pool(
+    with JudgePool(
         VerifyConfig(code=code, limits=limits, runtime=VerifyRuntime(math_workers=1, code_workers=4))
     ) as pool:
         futures = {}
@@ -107,7 +107,7 @@ def test_nothing_is_left_of_a_pool_that_judged_hostile_programs(sandbox_name: st
     before = _own_descendants()
     files = _files_in_shared_folders()
     descriptors = len(os.listdir("/proc/self/fd"))
-    with build_judge_pool(code_config(cpu_s=0.5, max_timeouts=1)) as pool:
+    with JudgePool(code_config(cpu_s=0.5, max_timeouts=1)) as pool:
         chosen = ["daemon by double fork", "fork bomb", "signals ignored", "disk bomb", "thread bomb"]
         for future in [pool.submit(problem(ADD_STDIN), fenced(SCRIPTS[name])) for name in chosen]:
             future.result()
