@@ -12,7 +12,7 @@ from verify_builders import math_problem
 from klear_core.types import Verdict
 from klear_core.verify import JudgePool
 
-PAGE = Path(__file__).parents[2] / "docs" / "judging.md"
+PAGE = Path(__file__).parents[2] / "docs" / "data" / "verdicts.md"
 KINDS = list(dict.fromkeys(probe.kind for probe in probes()))
 SEED, NUM_REFERENCES = 20, 120
 

@@ -1,7 +1,7 @@
 """Math answers judged as they should be, by class: our judge, and math-verify alone (`parse` and `verify`).
 
 The probes are those of tests/verify/math_probes.py, and other forms of published references where those are beside the
-checkout. `python tests/bench/verify/bench_judge_accuracy.py` prints the table of docs/judging.md.
+checkout. `python tests/bench/verify/bench_judge_accuracy.py` prints the table of docs/data/verdicts.md.
 """
 
 from __future__ import annotations
