@@ -1,9 +1,7 @@
 """Compute log-probability and entropy of given tokens from hidden states without holding all logits (the fused head).
 
-Axis letters: N loss tokens, C tokens of one chunk, H hidden, V vocabulary.
+Axis letters: N loss tokens, C tokens of one chunk, H hidden, V vocabulary, K rivals of a target, J the target and them.
 With z = h W^T / temperature and p = softmax(z):  d logp_t / dz = onehot_t - p,  d entropy / dz = -p (log p + entropy).
-
-Axis letters: C tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
