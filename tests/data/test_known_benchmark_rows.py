@@ -210,7 +210,7 @@ def test_gpqa_s_options_have_one_order_for_every_seed_and_the_right_one_is_not_a
 
 def test_a_gpqa_row_with_the_right_option_twice_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "b.jsonl", GPQA | {"Incorrect Answer 2": "2"})
-    with pytest.raises(DataError, match="two options of 'Which is even.' are the same"):
+    with pytest.raises(DataError, match=r"two options of 'Which is even\?' are the same"):
         choices(path, "gpqa")
 
 
