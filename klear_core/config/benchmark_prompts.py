@@ -28,7 +28,7 @@ MATH_PROMPTS: dict[str, str] = {
     ),
 }
 """`boxed`: the model cards of Qwen3 and DeepSeek-R1. `lighteval`: its MATH_QUERY_TEMPLATE (AIME, MATH-500). `lm_eval`:
-its task minerva_math, without examples. `simple_evals`: GPQA in OpenAI's simple-evals, which DeepSeek-R1's report uses."""
+its task minerva_math, without examples. `simple_evals`: GPQA in OpenAI's simple-evals, also DeepSeek-R1's."""
 
 _LCB_STARTER = (
     "You will use the following starter code to write the solution to the problem and enclose your code within "
