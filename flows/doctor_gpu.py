@@ -97,7 +97,9 @@ def ask_driver() -> dict[str, Any]:
     if answer.failure:
         return {"failure": answer.failure}
     rows = [line.split(", ", 1) for line in answer.output.splitlines() if ", " in line]
-    return {"driver": rows[0][0], "gpus": [row[1] for row in rows]} if rows else {"failure": "nvidia-smi lists no GPU"}
+    if not rows:
+        return {"failure": "nvidia-smi lists no GPU"}
+    return {"driver": rows[0][0], "gpus": [row[1] for row in rows]}
 
 
 def needed_driver(cuda: str) -> int:

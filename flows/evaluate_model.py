@@ -188,7 +188,9 @@ def _benchmarks(asked: Asked, of_profile: Sequence[Mapping[str, Any]]) -> list[d
     chosen = [_benchmark(name, named) for name in asked.benchmarks] or list(named.values())
     if asked.num_samples is not None:
         chosen = [benchmark | {"num_samples": asked.num_samples} for benchmark in chosen]
-    return chosen if asked.num_problems is None else [_part(benchmark, asked.num_problems) for benchmark in chosen]
+    if asked.num_problems is not None:
+        chosen = [_part(benchmark, asked.num_problems) for benchmark in chosen]
+    return chosen
 
 
 def _part(settings: Mapping[str, Any], num_problems: int) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
         console.print(
             f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000"
         )
-    trained = [stage.name for stage in facts.stages if stage.stage.job.training() is not None]
+    trained = [stage.name for stage in facts.stages if stage.stage.job.method()]
     shown = trained[0] if trained else list(result.refs)[-1]
     console.print(f"inspect  klear show {shown} --root {root}")
     product = product_of(facts)

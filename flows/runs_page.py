@@ -50,12 +50,14 @@ def _cells(run: ShownRun) -> tuple[str, ...]:
         links.append(f'<a href="/report/{r.run_id}">report</a>')
     if r.run_url:
         links.append(f'<a href="{html.escape(r.run_url)}">Prefect</a>')
+    score = "<br>".join(html.escape(part) for part in run.score.split("; "))
+    gpu_busy = "" if r.gpu_busy is None else percent(r.gpu_busy, 0)
     return (
         f"<b>{html.escape(r.name)}</b> <small>{html.escape(r.run_id[:8])}</small>{label}{pinned}",
         f'<span class="{r.state}">{r.state}</span>',
         html.escape(run.progress) + why,
-        "<br>".join(html.escape(part) for part in run.score.split("; ")),
-        "" if r.gpu_busy is None else percent(r.gpu_busy, 0),
+        score,
+        gpu_busy,
         html.escape(run.cost),
         f"{r.started_at.astimezone():%Y-%m-%d %H:%M}",
         " ".join(links),

@@ -1,6 +1,6 @@
 """Compile C functions at first use, for this processor and given sizes.
 
-They replace CPU loops that no single torch call does.
+They replace CPU loops that no single torch call does. Imported without torch: the doctor, too, asks for the compilers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def call(library: ctypes.CDLL | None, name: str, *arguments: Tensor | float) -> 
     """
     values = []
     for argument in arguments:
-        values.append(argument.data_ptr() if isinstance(argument, Tensor) else argument)
+        values.append(argument if isinstance(argument, int | float) else argument.data_ptr())
     getattr(library, name)(*values)
 
 

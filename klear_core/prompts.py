@@ -67,6 +67,24 @@ def prompt_text(tokenizer: Tokenizer, question: str) -> str:
     return text
 
 
+def check_same_tokens(*, student: Path, teacher: Path) -> None:
+    """Raise ConfigError if the models in two folders have different tokens: one's log-probs would be of other text."""
+    note = different_tokens(load_tokenizer(student).get_vocab(), load_tokenizer(teacher).get_vocab())
+    if note:
+        raise ConfigError(f"student {student}, teacher {teacher}: {note}")
+
+
+def different_tokens(student: Mapping[str, int], teacher: Mapping[str, int]) -> str:
+    """Return which of the student's tokens have another id, or none, for the teacher; empty if all are the same."""
+    different = [token for token, i in sorted(student.items(), key=lambda entry: entry[1]) if teacher.get(token) != i]
+    if not different:
+        return ""
+    return (
+        f"{len(different):,} of the student's tokens have another id, or none, for the teacher "
+        f"({', '.join(map(repr, different[:3]))}): it must have the student's tokenizer"
+    )
+
+
 def opening_of(tokenizer: Tokenizer) -> str:
     """Return the start of every response that the chat template puts into the prompt; empty for most templates.
 

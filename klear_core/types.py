@@ -262,6 +262,10 @@ class Completion:
     finish_reason: FinishReason
     policy_versions: tuple[int, ...]
     """The version of the weights that sampled each token; all equal unless the weights changed midway."""
+    top_ids: tuple[int, ...] = ()
+    """Where tokens were scored with their rivals: the K likeliest tokens in place of each, token after token."""
+    top_logps: tuple[float, ...] = ()
+    """The log-probs of `top_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -464,6 +468,10 @@ class TrainSample(TokenCounts):
     oldest_version: int
     teacher_logps: tuple[float, ...] = ()
     """A teacher's log-probs of these tokens, at the sampling temperature; empty where no teacher scored the answer."""
+    top_ids: tuple[int, ...] = ()
+    """The teacher's K likeliest tokens in place of each loss token, token after token; empty if it was not asked."""
+    top_logps: tuple[float, ...] = ()
+    """The teacher's log-probs of `top_ids`."""
 
     @property
     def has_teacher(self) -> bool:

@@ -52,11 +52,16 @@ def tell_after(seconds: float) -> float:
     return before
 
 
+def now() -> float:
+    """Return the time of the event loop. In simulations it runs faster than the clock."""
+    return asyncio.get_running_loop().time()
+
+
 @contextmanager
 def waiting(whom: str, what: str, last: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Wait in the block for `whom` to do `what`. `last` says what it did last; it is called only for a log line."""
-    now = time.monotonic()
-    wait = _Wait(whom=whom, what=what, last=last, since=now, tell_at=now + _tell_s)
+    began = time.monotonic()
+    wait = _Wait(whom=whom, what=what, last=last, since=began, tell_at=began + _tell_s)
     key = next(_ids)
     with _lock:
         _open[key] = wait
@@ -140,11 +145,11 @@ def _start_watcher() -> None:
 def _watch() -> None:
     while True:
         time.sleep(_LOOK_S)
-        now = time.monotonic()
+        looked_at = time.monotonic()
         with _lock:
-            due = [wait for wait in _open.values() if now >= wait.tell_at]
+            due = [wait for wait in _open.values() if looked_at >= wait.tell_at]
         for wait in due:
-            waited_s = now - wait.since
+            waited_s = looked_at - wait.since
             wait.tell_at = wait.since + 2 * max(waited_s, _tell_s)
             log.warning("waiting for %s to %s, for %.0f s%s", wait.whom, wait.what, waited_s, _last_of(wait))
 

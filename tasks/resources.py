@@ -44,7 +44,7 @@ from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.factory import start_with_endpoints
 from klear_core.generate.model_size import size_of_hf
 from klear_core.hf_config import read_hf_config
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 if TYPE_CHECKING:
     from klear_core.train.distributed import RunRanks
@@ -288,7 +288,7 @@ def open_engines_and_judges(
 def open_judges() -> Iterator[Callable[[VerifyConfig], JudgePool]]:
     """Yield what builds the judges of a stage without engines: on all nodes of the cluster that RAY_ADDRESS names."""
     if not os.environ.get("RAY_ADDRESS"):
-        yield build_judge_pool
+        yield JudgePool
         return
     with ray_session(Needs(num_cpus=1, object_store_bytes=_STORE_BYTES)):
         from klear_core.cluster.pools import build_cluster_judges

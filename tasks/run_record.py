@@ -111,13 +111,16 @@ class RunRecorder(Console):
         self._pace = None
         job = self._stages[stage].job if stage in self._stages else None
         holds_gpus = job is not None and (job.training() is not None or self._stages[stage].engine() is not None)
-        changes = {
+        changes: dict[str, object] = {
             "kind": ref.kind,
             "fingerprint": ref.fingerprint,
-            "state": "reused" if was_reused else "made",
-            "wall_s": 0.0 if was_reused else round(wall_s, 1),
-            "num_gpus": gpus_in_reach() if holds_gpus and not was_reused else 0,
+            "state": "reused",
+            "wall_s": 0.0,
+            "num_gpus": 0,
         }
+        if not was_reused:
+            num_gpus = gpus_in_reach() if holds_gpus else 0
+            changes |= {"state": "made", "wall_s": round(wall_s, 1), "num_gpus": num_gpus}
         stages = tuple(s.model_copy(update=changes) if s.name == stage else s for s in self.record.stages)
         self._change(stages=stages, left_s=None)
         if job is not None and job.scores_model:

@@ -12,6 +12,7 @@ from klear_core.artifacts.manifest import ArtifactRef, StageSummary
 from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config import data_jobs as data
 from klear_core.config.distill import LocalTeacherConfig
+from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import (
     BaseJob,
@@ -205,6 +206,62 @@ def sft(job: SftJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> 
 
 
 @stage
+def opd_rollouts(job: OpdRolloutsJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Sample answers of `model` to `problems`."""
+    from klear_core.opd.rollouts import sample_rollouts
+
+    model, cfg = inputs["model"].path, job.rollouts
+    with open_engines_and_judges(cfg.engine, cfg.runtime, model, section="opd.rollouts") as compute:
+        return sample_rollouts(
+            cfg,
+            model=model,
+            problems=inputs["problems"].path,
+            seed=job.seed,
+            workdir=workdir,
+            telemetry=telemetry,
+            start_sampler=compute.start_sampler,
+        )
+
+
+@stage
+def opd_scores(job: OpdScoresJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Score the answers of `rollouts`, which `student` gave, with the log-probs of `teacher`."""
+    from klear_core.opd.scores import score_rollouts
+
+    teacher, cfg = inputs["teacher"].path, job.runtime
+    with open_engines_and_judges(cfg.engine, cfg.runtime, teacher, section="opd.teacher") as compute:
+        return score_rollouts(
+            cfg,
+            student=inputs["student"].path,
+            teacher=teacher,
+            rollouts=inputs["rollouts"].path,
+            temperature=job.sampling.temperature,
+            workdir=workdir,
+            telemetry=telemetry,
+            start_sampler=compute.start_sampler,
+        )
+
+
+@stage
+def opd(job: OpdJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Train `model` on the scored answers of `scores`; several learner ranks, or one on a GPU, are Ray actors."""
+    from klear_core.rl.offline import train_offline
+
+    model, cfg = inputs["model"].path, job.train.as_rl(job.rollouts)
+    with resources.memory_advised(cfg, model), resources.learner_ranks(cfg.runtime, model) as run_ranks:
+        return train_offline(
+            cfg,
+            rows_per_step=job.train.rows_per_step,
+            model=model,
+            rows=inputs["scores"].path,
+            seed=job.seed,
+            workdir=workdir,
+            telemetry=telemetry,
+            run_ranks=run_ranks,
+        )
+
+
+@stage
 def rl(job: RlJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Train `model` on `problems` with GPPO; learner and rollout workers are Ray actors."""
     from klear_core.cluster.rl_workers import RayWorkers
@@ -282,6 +339,9 @@ TASKS: Mapping[str, StageTask] = {
         given_traces,
         tag,
         sft,
+        opd_rollouts,
+        opd_scores,
+        opd,
         rl,
         evaluate,
         promote,

@@ -263,7 +263,7 @@ def report_inputs(
     from klear_core.evaluate.compare.published import read_published
     from klear_core.report.run import data as of
 
-    config, commit = job.pipeline_config(), code_commit()
+    config, commit = job.config.model_copy(update={"workspace": job.runtime.workspace}), code_commit()
     pipeline = stages_of(config)
     stages = [stage for stage in pipeline if stage.name in inputs]
     manifests = {stage.name: read_manifest(inputs[stage.name].path) for stage in stages}

@@ -58,8 +58,8 @@ def test_a_fresh_import_of_the_core_loads_nothing_heavy():
     )
 
 
-def test_the_command_line_starts_without_anything_heavy():
-    assert not modules_loaded_by("flows.cli") & HEAVY
+def test_the_command_line_and_the_doctor_start_without_anything_heavy():
+    assert not modules_loaded_by("flows.cli, flows.doctor") & HEAVY
 
 
 def test_training_and_the_torch_engine_start_where_only_torch_transformers_and_pydantic_are_installed():

@@ -132,7 +132,9 @@ def _mtime(path: Path) -> float:
 def bytes_in(path: Path) -> int:
     """Return the bytes of a file or of all files below a folder; hard links count once, what is gone counts nothing."""
     seen: dict[tuple[int, int], int] = {}
-    files = [path] if path.is_file() else [Path(parent, n) for parent, _, names in os.walk(path) for n in names]
+    files = [Path(parent, name) for parent, _, names in os.walk(path) for name in names]
+    if path.is_file():
+        files = [path]
     for file in files:
         try:
             found = file.lstat()

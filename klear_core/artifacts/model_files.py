@@ -189,6 +189,25 @@ def fetch_small(repo: HubFiles) -> None:
         fetch(repo, [_CONFIG])
 
 
+def token_ids(model: PublishedModel) -> dict[str, int] | None:
+    """Return the id of each token of a model, by its tokenizer.json, which is fetched if the model is not here.
+
+    None of a GGUF file, or if the vocabulary is no plain table.
+    """
+    if isinstance(model, GgufModelConfig):
+        return None
+    if isinstance(model, HubModelConfig) and _TOKENIZER not in _names_in(folder_of(model)):
+        fetch(repo_of(model), [_TOKENIZER])
+    try:
+        tokenizer = json.loads((folder_of(model) / _TOKENIZER).read_text())
+    except (OSError, ValueError):
+        return None
+    vocabulary = tokenizer.get("model", {}).get("vocab")
+    if not isinstance(vocabulary, dict):
+        return None
+    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+
+
 def licence_in(folder: Path) -> str:
     """Return the licence that a model or dataset card states in its header, several with commas; empty if none."""
     try:

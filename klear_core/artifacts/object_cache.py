@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from klear_core.artifacts.bucket import Bucket, transfer_all
@@ -155,7 +156,9 @@ class ObjectCache:
 
     def _object_lock(self, sha256: str) -> AbstractContextManager[None]:
         # One lock for many objects: lock files are never deleted, so there must not be one for each.
-        return file_lock(self.root / ".locks" / f"object-{sha256[:2]}", on_wait=_log_wait)
+        lock = self.root / ".locks" / f"object-{sha256[:2]}"
+        on_wait = partial(log.info, "another process on this node fetches the same file (%s): waiting for it")
+        return file_lock(lock, on_wait=on_wait)
 
     def _marker(self, folder: Path) -> Path:
         return self.root / ".fetched" / f"{folder.parent.name}-{folder.name}"
@@ -182,7 +185,3 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.stat()
     except FileNotFoundError:
         return None
-
-
-def _log_wait(holder: str) -> None:
-    log.info("another process on this node fetches the same file (%s): waiting for it", holder)

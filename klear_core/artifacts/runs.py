@@ -212,7 +212,9 @@ class RunHistory:
 
     def pins(self) -> Mapping[str, str]:
         """Return the tags of pinned runs by run id."""
-        found = {path.name: path.read_text() for path in self._pins.iterdir()} if self._pins.is_dir() else {}
+        found: dict[str, str] = {}
+        if self._pins.is_dir():
+            found = {path.name: path.read_text() for path in self._pins.iterdir()}
         if self.bucket is not None:
             keys = self.bucket.keys("pins/")
             found |= {key.removeprefix("pins/"): (self.bucket.read(key) or b"").decode() for key in keys}

@@ -48,12 +48,15 @@ def node_facts() -> NodeFacts:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
+    shm_free_gb = shutil.disk_usage(SHM).free / 1e9 if SHM.is_dir() else 0.0
+    max_files = 1 << 30 if files == unlimited else files
+    max_locked_mb = float("inf") if locked == unlimited else locked / (1 << 20)
     return NodeFacts(
         name=socket.gethostname(),
         clock_s=time.time(),
-        shm_free_gb=shutil.disk_usage(SHM).free / 1e9 if SHM.is_dir() else 0.0,
-        max_files=1 << 30 if files == unlimited else files,
-        max_locked_mb=float("inf") if locked == unlimited else locked / (1 << 20),
+        shm_free_gb=shm_free_gb,
+        max_files=max_files,
+        max_locked_mb=max_locked_mb,
         environment={key: value for key, value in os.environ.items() if key.startswith(("NCCL_", "GLOO_"))},
     )
 

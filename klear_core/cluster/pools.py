@@ -32,7 +32,7 @@ from klear_core.evaluate.inline_eval import open_inline_eval, score_with, spec_o
 from klear_core.generate.factory import EngineSpec, Sampler, num_slots, start_members, start_with_endpoints
 from klear_core.hf_config import read_hf_config
 from klear_core.types import StoredTests, Verdict
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 from klear_core.verify.client import CodeTask, Fault, JudgeClient, JudgeNodes, Task
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def build_cluster_judges(cfg: VerifyConfig) -> JudgePool:
     here = ray.get_runtime_context().get_node_id()
     # A head without CPUs (a login node, KubeRay's) judges nothing, even if only one other node has some.
     if all(node["NodeID"] == here for node in nodes):
-        return build_judge_pool(cfg)
+        return JudgePool(cfg)
     started = [RayJudgeNode(cfg, node) for node in nodes]
     present = [node for node in started if node.is_up()]
     if not present:

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from klear_core.config.data import FileSource, ProceduralSource, Source
 from klear_core.config.evaluate import (
-    EvaluateConfig,
     EvaluateRuntime,
     EvaluateSamplingConfig,
     LocalEngineConfig,
@@ -299,16 +298,6 @@ class TagConfig(Settings):
         if pass_rate >= self.easy_from:
             return Difficulty.EASY
         return Difficulty.HARD if pass_rate < self.hard_below else Difficulty.MEDIUM
-
-    def as_evaluation(self) -> EvaluateConfig:
-        """Return the settings of an evaluation that samples the same answers, without greedy ones."""
-        return EvaluateConfig(
-            engine=self.engine,
-            sampling=self.sampling,
-            greedy=False,
-            max_unscored_rate=self.max_unscored_rate,
-            runtime=self.runtime,
-        )
 
 
 class SampledModelRuntime(Settings):

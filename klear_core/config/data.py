@@ -347,10 +347,7 @@ class BenchmarkConfig(Settings):
             return with_known_facts(settings)
         return settings
 
-    @field_validator("prompt")
-    @classmethod
-    def _is_a_prompt(cls, prompt: str) -> str:
-        return check_prompt(prompt)
+    _is_a_prompt = field_validator("prompt")(check_prompt)
 
     @model_validator(mode="after")
     def _is_the_known_one(self) -> Self:

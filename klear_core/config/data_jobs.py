@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from klear_core.config.curate import (
     CurateConfig,
@@ -16,12 +16,19 @@ from klear_core.config.curate import (
     NearConfig,
     ReadYieldLimits,
 )
-from klear_core.config.data import BenchmarkConfig, DatasetsSource, FileSource, GeneratedSource, Source
+from klear_core.config.data import BenchmarkConfig, DatasetsSource, FileSource, GeneratedSource, Source, StoredSource
 from klear_core.config.evaluate import EvaluateConfig, ServedModelConfig
 from klear_core.config.known_benchmarks import DateWindow
+from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings, YieldLimits
-from klear_core.config.stage import BaseJob, EvaluateJob, HubUse, Job, SourceUse
+from klear_core.config.stage import (
+    BaseJob,
+    EvaluateJob,
+    HubUse,
+    Job,
+    SourceUse,
+)
 from klear_core.config.train import (
     GivenDataset,
     GivenFacts,
@@ -156,6 +163,7 @@ def _paths_of(sources: Iterable[Source]) -> tuple[str, ...]:
 
 
 Rows = tuple[GivenFiles | GivenDataset | GivenLoaded, ...]
+_STORED: TypeAdapter[StoredSource] = TypeAdapter(StoredSource)
 
 _ANY_LENGTH = 10**9  # characters; a limit that no question reaches
 _PLACE = {"kind", "path", "repo", "revision", "runtime", *GivenFacts.model_fields}
@@ -256,9 +264,10 @@ class GivenProblemsJob(GivenRowsJob):
 
     def curation(self) -> CurateConfig:
         """Return the settings of a curation that only reads, keeps apart from benchmarks and tags."""
+        facts = set(GivenFacts.model_fields)
         # Exact repeats cannot stay: a problem's id is a hash of its question.
         return CurateConfig(
-            sources=tuple(source.as_source() for source in self.runtime.sources),
+            sources=tuple(_STORED.validate_python(given.model_dump(exclude=facts)) for given in self.runtime.sources),
             dedup=DedupConfig(normalise=False, near=NearConfig(enabled=False)),
             decontaminate=self.decontaminate,
             difficulty=self.difficulty,
@@ -346,7 +355,7 @@ class ServedModelJob(Job):
 
 
 STAGE_SECTIONS = frozenset(
-    ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "rl", "rl_code", "evaluate", "promote")
+    ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "opd", "rl", "rl_code", "evaluate", "promote")
 )
 """Sections that stages use; the others, such as `seed` and `verify`, concern the whole run."""
 
@@ -378,6 +387,8 @@ def _sections_of(name: str, kind: str) -> tuple[str, ...]:
             return ("evaluate",)
         case GivenModelJob.kind:
             return ()
+        case OpdRolloutsJob.kind | OpdScoresJob.kind | OpdJob.kind:
+            return ("opd",)
         case GivenTracesJob.kind | GivenProblemsJob.kind:
             return ("curate", name)  # curation's rules keep their questions apart from the benchmarks
         case _:

@@ -240,7 +240,9 @@ def _is_grid(tables: Mapping[str, Any]) -> bool:
 
 def _profiles_near(folder: Path) -> list[Path]:
     parent = folder.parent if folder.parent.is_dir() else Path("configs")
-    return [parent / name for name in profiles_in(parent)] if parent.is_dir() else []
+    if not parent.is_dir():
+        return []
+    return [parent / name for name in profiles_in(parent)]
 
 
 # ---- toml ----

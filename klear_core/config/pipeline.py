@@ -19,6 +19,7 @@ from klear_core.config.evaluate import (
     LocalEngineConfig,
     ServedModelConfig,
 )
+from klear_core.config.opd import OpdConfig
 from klear_core.config.rl import NO_TEACHER, RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.submit import SubmitConfig
@@ -171,6 +172,8 @@ class PipelineConfig(Settings):
     """Models that exist and take the place of the stage that would make them."""
     distill: DistillConfig = DistillConfig()
     sft: SftConfig = SftConfig()
+    opd: OpdConfig | None = Field(default=None, exclude_if=lambda opd: opd is None)
+    """On-policy distillation of the fine-tuned model, before RL; None: none."""
     rl: RlConfig = RlConfig()
     """Math RL, the first RL stage."""
     rl_code: RlConfig | None = None
@@ -264,6 +267,12 @@ class PipelineConfig(Settings):
         for section, training in (("rl", self.rl), ("rl_code", self.rl_code)):
             if training is not None and training.distill is not None:
                 raise ValueError(f"{section}.{NO_TEACHER}")
+        return self
+
+    @model_validator(mode="after")
+    def _pipelines_that_end_with_distillation_have_no_rl(self) -> PipelineConfig:
+        if self.opd is not None and not self.opd.then_rl and self.rl_code is not None:
+            raise ValueError("opd.then_rl = false with rl_code: there is no RL after distillation; leave rl_code out")
         return self
 
     @model_validator(mode="after")

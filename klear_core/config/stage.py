@@ -480,7 +480,3 @@ class ReportJob(Job):
         # Neither workspace nor hardware changes what is reported.
         without = {"workspace": WorkspaceConfig(), "hardware": HardwareConfig()}
         return cls(config=config.model_copy(update=without), runtime=ReportRuntime(workspace=config.workspace))
-
-    def pipeline_config(self) -> PipelineConfig:
-        """Return the config with the user's workspace settings."""
-        return self.config.model_copy(update={"workspace": self.runtime.workspace})

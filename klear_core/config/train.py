@@ -419,10 +419,6 @@ class GivenFiles(FileSource, GivenFacts):
     name: str = "given"
     """Name under which the rows are counted, and weighted in `sft.source_weights`."""
 
-    def as_source(self) -> FileSource:
-        """Return the settings of the rows alone."""
-        return FileSource.model_validate(self.model_dump(exclude=set(GivenFacts.model_fields)))
-
 
 class GivenDataset(HubSource, GivenFacts):
     """The data files of a dataset repository on the Hugging Face Hub, downloaded once into the Hub's cache."""
@@ -430,20 +426,12 @@ class GivenDataset(HubSource, GivenFacts):
     name: str = "given"
     """Name under which the rows are counted, and weighted in `sft.source_weights`."""
 
-    def as_source(self) -> HubSource:
-        """Return the settings of the rows alone."""
-        return HubSource.model_validate(self.model_dump(exclude=set(GivenFacts.model_fields)))
-
 
 class GivenLoaded(DatasetsSource, GivenFacts):
     """Traces or problems that the library `datasets` loads."""
 
     name: str = "given"
     """Name under which the rows are counted, and weighted in `sft.source_weights`."""
-
-    def as_source(self) -> DatasetsSource:
-        """Return the settings of the rows alone."""
-        return DatasetsSource.model_validate(self.model_dump(exclude=set(GivenFacts.model_fields)))
 
 
 def _as_several(value: object) -> object:

@@ -25,7 +25,7 @@ from klear_core.errors import ConfigError, DataError, SandboxError
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 from klear_core.types import CodeReference, Dropped, MathReference, Problem, Reference, UnverifiableReference
-from klear_core.verify import JudgePool, build_judge_pool, faulty_references, has_test_program
+from klear_core.verify import JudgePool, faulty_references, has_test_program
 from klear_core.verify.blame import unusable_tests
 from klear_core.verify.code.program import reference_fault
 from klear_core.verify.math.rules import usable_references
@@ -53,7 +53,7 @@ def prepare_benchmarks(
     errors: list[str] = []
     contest_ids: dict[str, str] = {}
     clusters: dict[str, str] = {}
-    with build_judge_pool(runtime.verify) as judges:
+    with JudgePool(runtime.verify) as judges:
         for i, benchmark in enumerate(benchmarks):
             telemetry.progress(i, len(benchmarks), benchmark.name)
             try:
@@ -114,7 +114,7 @@ def recheck_references(artifact: Path, runtime: BenchmarksRuntime) -> None:
     for name, problem in read_benchmarks(artifact):
         suite.setdefault(name, []).append(problem)
     errors: list[str] = []
-    with build_judge_pool(runtime.verify) as judges:
+    with JudgePool(runtime.verify) as judges:
         for name, problems in suite.items():
             try:
                 check_references(problems, judges, runtime.max_unscored_rate, benchmark=name)

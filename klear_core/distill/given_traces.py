@@ -165,7 +165,16 @@ def _traces_of(
 
 def _leak_in(row: PublishedTrace, source: str, decontaminator: Decontaminator, taken: _Taken) -> Dropped | None:
     """Return the drop record of a trace whose question is a benchmark's; note all that any rule would drop."""
-    leak = decontaminator.leak_of(_as_candidate(row, source), tokens_of(row.question))
+    candidate = Candidate(
+        source=source,
+        domain=row.domain,
+        question=row.question,
+        reference=UnverifiableReference(domain=row.domain, why="traces are no references"),
+        rating=None,
+        row=row.row,
+        contest_id=row.contest_id,
+    )
+    leak = decontaminator.leak_of(candidate, tokens_of(row.question))
     if leak is None:
         return None
     taken.leaks.append(leak)
@@ -175,18 +184,6 @@ def _leak_in(row: PublishedTrace, source: str, decontaminator: Decontaminator, t
 def _noted(trace: TeacherTrace, reply: Reply) -> list[str]:
     noted = [] if trace.reasoning else ["without_reasoning"]
     return [*noted, f"published_as_{reply.published_verdict}"] if reply.published_verdict else noted
-
-
-def _as_candidate(row: PublishedTrace, source: str) -> Candidate:
-    return Candidate(
-        source=source,
-        domain=row.domain,
-        question=row.question,
-        reference=UnverifiableReference(domain=row.domain, why="traces are no references"),
-        rating=None,
-        row=row.row,
-        contest_id=row.contest_id,
-    )
 
 
 def _as_trace(row: PublishedTrace, reply: Reply, *, source: str, sample_idx: int) -> TeacherTrace:

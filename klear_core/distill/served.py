@@ -29,7 +29,7 @@ from klear_core.generate.engine import SamplingParams
 from klear_core.metrics import Telemetry
 from klear_core.prompts import render_response
 from klear_core.types import FinishReason, Judge, TeacherReply
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 _FSYNC_S = 5.0
 _MOST_FAILED = 20
@@ -56,7 +56,7 @@ def evaluate_served(
     workdir: Path,
     telemetry: Telemetry,
     keys: BlockKeys = NO_KEYS,
-    build_judges: Callable[[VerifyConfig], JudgePool] = build_judge_pool,
+    build_judges: Callable[[VerifyConfig], JudgePool] = JudgePool,
 ) -> StageSummary:
     """Evaluate the model that `cfg.engine` names; write what `evaluate_model` writes.
 

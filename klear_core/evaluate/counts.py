@@ -127,12 +127,13 @@ class AnswerCounts:
         """Return the counts so far with the mean over problems."""
         # If a file says it of some answers alone, the others count as not cut off.
         is_known = self.num_ends_unknown < self.num_answers
+        num_truncated = self.num_truncated if is_known else None
         score = self.score(confidence=confidence, has_rerun=self.has_several)
         return Shares(
             num_answers=self.num_answers,
             num_problems=len(self.problems),
             score=score.estimate if score else None,
-            num_truncated=self.num_truncated if is_known else None,
+            num_truncated=num_truncated,
             num_no_answer=self.num_no_answer,
             unscored=dict(self.unscored),
             num_without_verdict=self.num_without_verdict,
@@ -193,10 +194,11 @@ def _clusters(problems: Sequence[ProblemCounts]) -> list[str]:
 
 def _score(estimates: Estimates, problems: Sequence[ProblemCounts], *, confidence: float, has_rerun: bool) -> Score:
     """Return the mean of the estimates with its intervals."""
+    rerun = rerun_interval(estimates, confidence=confidence) if has_rerun else None
     return Score(
         value=estimates.mean,
         new_problems=new_problems_interval(estimates, confidence=confidence),
-        rerun=rerun_interval(estimates, confidence=confidence) if has_rerun else None,
+        rerun=rerun,
         num_problems=len(problems),
         num_samples=sum(p.num_scored for p in problems),
         num_clusters=estimates.num_clusters,

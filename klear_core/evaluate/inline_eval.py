@@ -28,7 +28,7 @@ from klear_core.processes import die_with_parent
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, Problem
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 
 def fixed_set(job: InlineEvalJob, *, seed: int) -> tuple[Problem, ...]:
@@ -217,7 +217,7 @@ def process_scorer(job: InlineEvalJob, folder: Path, *, seed: int, hides_gpus: b
     Judges are on this machine, in the scorer's processes.
     """
     # Opened and closed again only to raise now what every scoring process would raise after training has begun.
-    with open_inline_eval(job, build_judge_pool, folder, seed=seed):
+    with open_inline_eval(job, JudgePool, folder, seed=seed):
         pass
     yield ProcessScorer(job, seed=seed, hides_gpus=hides_gpus)
 
@@ -228,7 +228,7 @@ def main() -> None:
     die_with_parent()
     request = ScoreRequest.model_validate_json(sys.stdin.buffer.read())
     job, seed = request.job, request.seed
-    with open_inline_eval(job, build_judge_pool, request.model, seed=seed) as inline_eval:
+    with open_inline_eval(job, JudgePool, request.model, seed=seed) as inline_eval:
         point = asyncio.run(score_with(inline_eval, start_here, spec_of(job, request.model, seed=seed)))
     sys.stdout.write(json.dumps(point, allow_nan=False) + "\n")
 

@@ -42,7 +42,7 @@ from klear_core.metrics import SILENT, Telemetry
 from klear_core.scores import RATES_FOLDER, EvalReport, TemplateScore, write_reports
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, PassRate, Problem, UnverifiableReference
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class EnginesAndJudges:
     section: str
     """Section of the stage's settings, for messages."""
     start_sampler: StartSampler = start_here
-    build_judges: Callable[[VerifyConfig], JudgePool] = build_judge_pool
+    build_judges: Callable[[VerifyConfig], JudgePool] = JudgePool
 
 
 _HERE = EnginesAndJudges(section="evaluate")
@@ -270,7 +270,13 @@ def tag_problems(
     judged = tuple(p for p in untagged if not isinstance(p.reference, UnverifiableReference))
     if not judged:
         raise DataError(f"{problems}: none of its problems has a reference, so no answer can be judged")
-    evaluation = cfg.as_evaluation()
+    evaluation = EvaluateConfig(
+        engine=cfg.engine,
+        sampling=cfg.sampling,
+        greedy=False,
+        max_unscored_rate=cfg.max_unscored_rate,
+        runtime=cfg.runtime,
+    )
     suite = (Benchmark(name=_NAME, problems=judged, num_samples=cfg.samples_per_problem),)
     notes, _ = answer_suite(
         model, evaluation, suite, verify, compute=compute, seed=seed, workdir=workdir, telemetry=telemetry

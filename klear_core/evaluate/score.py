@@ -25,7 +25,7 @@ from klear_core.scores import (
     TemplateScore,
 )
 from klear_core.types import Difficulty
-from klear_core.verify.judge_pool import code_workers, math_workers
+from klear_core.verify.client import code_workers, math_workers
 from klear_core.verify.math.answer_text import find_answer, normalise
 
 _MAX_STABLE_K = 16

@@ -40,6 +40,8 @@ class SamplingParams:
     seed: int
     scored_ids: tuple[int, ...] = ()
     """Tokens to score in place of sampling, as `score` asks; empty: sample."""
+    num_top: int = 0
+    """With `scored_ids`: how many of the likeliest tokens to tell in place of each."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.max_new_tokens < 1:
@@ -62,11 +64,17 @@ def one_sample(sampling: SamplingConfig, *, seed: int) -> SamplingParams:
 
 
 async def score(
-    engine: InferenceEngine, prompt_ids: Sequence[int], answer_ids: Sequence[int], *, temperature: float = 1.0
-) -> tuple[float, ...]:
-    """Return the log-probs that an engine's model gives the tokens of an answer, as if it had sampled them.
+    engine: InferenceEngine,
+    prompt_ids: Sequence[int],
+    answer_ids: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    num_top: int = 0,
+) -> Completion:
+    """Return an answer with the log-probs that an engine's model gives its tokens, as if it had sampled them.
 
-    They are those of `log_softmax(logits / temperature)`, as the learner's. Raise ValueError if prompt and answer do
+    With `num_top` it also has that many of the model's likeliest tokens at each place, the likeliest first. Log-probs
+    are those of `log_softmax(logits / temperature)`, as the learner's. Raise ValueError if prompt and answer do
     not leave room for one more token, or if the engine cannot score at this temperature: vLLM and endpoints can at 1
     alone.
     """
@@ -79,11 +87,13 @@ async def score(
         max_new_tokens=len(answer_ids),
         seed=0,
         scored_ids=tuple(answer_ids),
+        num_top=num_top,
     )
     # A request like others, so that pools, actors and retries treat it as they treat those.
     (completion,) = await engine.generate(prompt_ids, params)
     assert completion.token_ids == params.scored_ids, "an engine scored other tokens"
-    return completion.logps
+    assert len(completion.top_logps) == len(completion.top_ids) == num_top * len(params.scored_ids), "likeliest tokens"
+    return completion
 
 
 def check_room(num_prompt: int, params: SamplingParams, max_len: int) -> None:
@@ -99,7 +109,14 @@ def check_scored_at_1(params: SamplingParams, engine_name: str) -> None:
         raise ValueError(f"the {engine_name} scores given tokens at temperature 1, not {params.temperature:g}")
 
 
-def scored(params: SamplingParams, logps: Sequence[float], *, version: int) -> Completion:
+def scored(
+    params: SamplingParams,
+    logps: Sequence[float],
+    *,
+    version: int,
+    top_ids: Sequence[int] = (),
+    top_logps: Sequence[float] = (),
+) -> Completion:
     """Return the completion that answers a request to score tokens. It has no text: the caller knows the tokens."""
     return Completion(
         text="",
@@ -107,6 +124,8 @@ def scored(params: SamplingParams, logps: Sequence[float], *, version: int) -> C
         logps=tuple(logps),
         finish_reason="length",
         policy_versions=(version,) * len(params.scored_ids),
+        top_ids=tuple(top_ids),
+        top_logps=tuple(top_logps),
     )
 
 
@@ -471,7 +490,16 @@ class FakeEngine:
             if answer.after is not None:
                 await answer.after.wait()
             if params.scored_ids:
-                return [scored(params, [answer.logp] * len(params.scored_ids), version=self.version)]
+                num = len(params.scored_ids)
+                return [
+                    scored(
+                        params,
+                        [answer.logp] * num,
+                        version=self.version,
+                        top_ids=tuple(range(params.num_top)) * num,
+                        top_logps=[answer.logp] * num * params.num_top,
+                    )
+                ]
             completions.append(_completion(answer, budget=budget, version=self.version))
         return completions
 

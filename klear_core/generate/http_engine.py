@@ -152,20 +152,26 @@ class HttpEngine:
             "prompt": token_ids,
             "max_tokens": 1,  # it samples at least one
             "temperature": 1.0,
-            "prompt_logprobs": 0,  # only those of the tokens that are there
+            "prompt_logprobs": params.num_top,  # beside those of the tokens that are there
         }
         content = await self._request("POST", "completions", body)
         try:
             (choice,) = _ScoredReply.model_validate_json(content).choices
             told = choice.prompt_logprobs[len(prompt_ids) :]
             logps = [(of_place or {})[token].logprob for token, of_place in zip(params.scored_ids, told, strict=True)]
+            # A token that is there and not among the likeliest is less likely than they are: it comes last.
+            tops = []
+            for of_place in told:
+                found = sorted((of_place or {}).items(), key=lambda item: -item[1].logprob)
+                tops += [(token, entry.logprob) for token, entry in found[: params.num_top]]
         except (ValueError, KeyError) as error:
             raise ConfigError(
                 f"{self._cfg.base_url}/completions does not answer with the log-probs of its prompt, as vLLM does "
                 f"(prompt_logprobs): it cannot score given tokens ({type(error).__name__})"
             ) from error
         self._slots.count(len(token_ids))
-        return scored(params, logps, version=0)
+        top_ids, top_logps = [token for token, _ in tops], [logp for _, logp in tops]
+        return scored(params, logps, version=0, top_ids=top_ids, top_logps=top_logps)
 
     async def _served_model(self) -> _Model:
         async with self._model_lock:  # ask the endpoint once, however many requests start together

@@ -21,7 +21,7 @@ from typing import Protocol
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import EngineStats, InferenceEngine, Pace, SamplingParams, combined, load_of
 from klear_core.types import Completion
-from klear_core.waits import span
+from klear_core.waits import now, span
 
 log = logging.getLogger(__name__)
 
@@ -313,11 +313,6 @@ class EnginePool:
         self._suspects.clear()
         for slot in self._slots:
             slot.running.clear()
-
-
-def now() -> float:
-    """Return the time of the event loop. In simulations it runs faster than the clock."""
-    return asyncio.get_running_loop().time()
 
 
 def expect(engine: InferenceEngine, num_requests: int) -> None:

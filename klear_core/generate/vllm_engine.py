@@ -280,7 +280,7 @@ class VllmEngine:
         token_ids, version = [*prompt_ids, *params.scored_ids], self.version
         vllm_params = VllmParams(
             max_tokens=1,  # vLLM samples at least one
-            prompt_logprobs=0,  # only those of the tokens that are there
+            prompt_logprobs=params.num_top,  # beside those of the tokens that are there
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -292,7 +292,15 @@ class VllmEngine:
                 firsts = flat.start_indices[len(prompt_ids) :]
                 found = [flat.token_ids[i] for i in firsts]
                 assert found == list(params.scored_ids), "vLLM's log-probs are of other tokens"
-                return scored(params, [flat.logprobs[i] for i in firsts], version=version)
+                # After each token that is there come the likeliest ones, whether or not it is one of them.
+                tops = [i for first in firsts for i in range(first + 1, first + 1 + params.num_top)]
+                return scored(
+                    params,
+                    [flat.logprobs[i] for i in firsts],
+                    version=version,
+                    top_ids=[flat.token_ids[i] for i in tops],
+                    top_logps=[flat.logprobs[i] for i in tops],
+                )
         except (EngineDeadError, EngineGenerateError) as error:
             raise ResourceError(f"the vLLM engine process failed: {error!r}") from error
         raise ResourceError("vLLM ended a request without an answer")

@@ -147,7 +147,7 @@ def fetch(offer: WeightOffer, *, rank: int) -> Iterator[tuple[str, Tensor]]:
     device = device_of(offer)
     try:
         for chunk in split_chunks(offer.tensors, offer.chunk_bytes):
-            sizes = [_numel(spec) for spec in chunk]
+            sizes = [math.prod(spec.shape) for spec in chunk]
             # receive as bytes, read as the chunk's dtype: both are views of one buffer. Each chunk has a new one,
             # because the caller may keep the weights
             flat = torch.empty(sum(sizes), dtype=getattr(torch, chunk[0].dtype), device=device)
@@ -170,7 +170,7 @@ def split_chunks(tensors: Sequence[TensorSpec], chunk_bytes: int) -> list[tuple[
     chunks: list[list[TensorSpec]] = []
     free = 0
     for spec in tensors:
-        size = _numel(spec) * getattr(torch, spec.dtype).itemsize
+        size = math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
         # one dtype a message: sender and receiver see it as one flat tensor
         if not chunks or size > free or chunks[-1][0].dtype != spec.dtype:
             chunks.append([])
@@ -208,10 +208,6 @@ def _require_match(pair: tuple[str, Tensor], spec: TensorSpec) -> Tensor:
         spec,
     )
     return tensor
-
-
-def _numel(spec: TensorSpec) -> int:
-    return math.prod(spec.shape)
 
 
 # ---- transfer group ----

@@ -1,6 +1,6 @@
 """Define the pipeline as data: the stages that a config asks for, their inputs, and the names of their artifacts.
 
-    benchmarks ─┬─► curate ─┬─► distill ─► sft ─► rl ─► rl_code
+    benchmarks ─┬─► curate ─┬─► distill ─► sft ─► rl ─► rl_code        (with `opd`: sft ─► opd ─► rl)
     base ───────│───────────│──────────────┘      │
                 │           └─────────────────────┘ (problems)
                 └─► evaluate_base, evaluate_sft, evaluate_rl, … ─► promote ─► report
@@ -33,6 +33,8 @@ from klear_core.config.data_jobs import (
 )
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.evaluate import ServedModelConfig
+from klear_core.config.opd import GivenTeacher, TrainedTeacher
+from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import (
@@ -68,6 +70,8 @@ def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
     With a given result, only the stages that lead from it to the last model are left.
     """
     stages = _with_given(config, _makers(config))
+    if config.opd and not config.opd.then_rl:
+        stages = list(with_inputs(stages, {"opd"}))
     models = _scored_models(config, stages)
     for model in models:
         inputs = {"model": model, "benchmarks": "benchmarks"}
@@ -131,6 +135,8 @@ def _last_model(config: PipelineConfig) -> tuple[str, ...]:
     """Return the name of the last model that training leads to; nothing if nothing is to be trained."""
     if config.given.evaluate:
         return ()
+    if config.opd and not config.opd.then_rl:
+        return ("opd",)
     return ("rl_code",) if config.rl_code or config.given.rl_code else ("rl",)
 
 
@@ -181,12 +187,31 @@ def _makers(config: PipelineConfig) -> list[Stage]:
     stages += [
         _stage("distill", DistillJob.of(config), _distill_inputs(config, problems)),
         _stage("sft", SftJob.of(config), {"model": "base", "traces": "distill"}, label="SFT"),
-        _stage("rl", RlJob.of(config, "rl"), {"model": "sft", "problems": problems_of_rl}, label="RL"),
+        *_opd_stages(config, problems_of_rl),
     ]
+    start = "opd" if config.opd else "sft"
+    stages.append(_stage("rl", RlJob.of(config, "rl"), {"model": start, "problems": problems_of_rl}, label="RL"))
     if config.rl_code:
         inputs = {"model": "rl", "problems": problems_of_rl}
         stages.append(_stage("rl_code", RlJob.of(config, "rl_code"), inputs, label="RL (code)"))
     return stages
+
+
+def _opd_stages(config: PipelineConfig, problems: str) -> Iterator[Stage]:
+    """Yield the stages of on-policy distillation, and those that make its teacher."""
+    if config.opd is None:
+        return
+    source = config.opd.teacher.source
+    if isinstance(source, TrainedTeacher):
+        base = BaseJob(seed=config.seed, model=source.model)
+        yield _stage("opd_teacher_base", base, {}, section="opd.teacher.source.model", label="Teacher's base")
+        job, inputs = SftJob(seed=config.seed, sft=source.sft), {"model": "opd_teacher_base", "traces": "distill"}
+        yield _stage("opd_teacher", job, inputs, section="opd.teacher.source.sft", label="Teacher")
+    rollouts = {"model": "sft", "problems": problems}
+    yield _stage("opd_rollouts", OpdRolloutsJob.of(config), rollouts, section="opd")
+    scores = {"rollouts": "opd_rollouts", "student": "sft", "teacher": "opd_teacher"}
+    yield _stage("opd_scores", OpdScoresJob.of(config), scores, section="opd")
+    yield _stage("opd", OpdJob.of(config), {"model": "sft", "scores": "opd_scores"}, label="OPD")
 
 
 def _stage(name: str, job: Job, inputs: Mapping[str, str], *, section: str = "", label: str = "") -> Stage:
@@ -204,6 +229,9 @@ def _given_samplers(config: PipelineConfig) -> Iterator[Stage]:
     if isinstance(teacher, LocalTeacherConfig) and teacher.model:
         job = GivenModelJob.of(teacher.model)
         yield _stage("teacher", job, {}, section="distill.teacher.model", label="Teacher, given")
+    if config.opd and isinstance(config.opd.teacher.source, GivenTeacher):
+        job = GivenModelJob.of(config.opd.teacher.source.model)
+        yield _stage("opd_teacher", job, {}, section="opd.teacher.source.model", label="Teacher, given")
 
 
 def _distill_inputs(config: PipelineConfig, problems: str) -> dict[str, str]:

@@ -11,14 +11,16 @@ from pydantic import JsonValue, ValidationError
 
 from klear_core.artifacts.index import Entry, catalog
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, Manifest, read_manifest
-from klear_core.artifacts.model_files import download_gb
+from klear_core.artifacts.model_files import download_gb, origin_of
 from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.data import BenchmarkConfig, GeneratedSource
 from klear_core.config.data_jobs import BenchmarksJob, GivenModelJob
+from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
+from klear_core.config.opd import TrainedTeacher
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import leaves_of, result_settings
 from klear_core.config.stage import EngineUse, Job, Stage
-from klear_core.config.train import TrainRuntime
+from klear_core.config.train import HubModelConfig, TrainRuntime
 from klear_core.distill.teachers.fleet import BlockKeys
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.stats.significance import GATE_GAIN, GateBenchmark, detectable, gate_chances
@@ -243,16 +245,18 @@ def _rerun(config: PipelineConfig, stage: Stage, earlier: Manifest, *, remade: C
     if inputs:
         reasons.append(f"follows from {', '.join(inputs)}")
     rows = estimate(config, {stage.name})
+    max_tokens = rows[0].max_tokens if rows else None
     estimated = [row.gpu_hours for row in rows if row.gpu_hours is not None]
     is_measured, num_gpus = earlier.attempts == 1, gpus_held(_as_it_ran(stage, earlier))
     measured = earlier.wall_s / 3600 * num_gpus if estimated and num_gpus is not None else None
+    expected = sum(estimated) if estimated else None
     return Rerun(
         stage=stage.name,
         why="; ".join(reasons),
         earlier=earlier,
-        gpu_hours=measured if is_measured else sum(estimated) if estimated else None,
+        gpu_hours=measured if is_measured else expected,
         is_measured=is_measured,
-        max_tokens=rows[0].max_tokens if rows else None,
+        max_tokens=max_tokens,
     )
 
 
@@ -401,6 +405,40 @@ def detectable_lines(config: PipelineConfig) -> Iterator[str]:
         else:
             seen = f"a gain of {100 * found.gain:.1f} points is shown 4 times in 5"
         yield f"{start}{seen}; two runs of one model differ by up to {100 * found.rerun:.1f} points"
+
+
+def teacher_note(config: PipelineConfig) -> str:
+    """Return a warning if the teacher of on-policy distillation is not known to be the teacher of the SFT traces.
+
+    With another one the gradient has a bias that no training removes (arXiv 2604.13010, teacher consistency).
+    """
+    if config.opd is None or isinstance(config.opd.teacher.source, TrainedTeacher) or config.given.evaluate:
+        return ""  # one that is trained here learned the same traces
+    model = config.opd.teacher.source.model.as_model()
+    name, traces = origin_of(model), config.distill.teacher
+    if config.given.sft is not None or config.given.distill is not None:
+        made_by = "whoever made the given traces, which nothing here tells"
+        if config.given.sft is not None:
+            made_by = "whoever made the traces of the given SFT model, which nothing here tells"
+    elif isinstance(traces, LocalTeacherConfig):
+        if traces.model is not None and traces.model.as_model() == model:
+            return ""
+        made_by = origin_of(traces.model.as_model()) if traces.model else "the base model"
+    elif isinstance(traces, HttpTeacherConfig):
+        # By the name after the organisation: servers are free in what they call a model.
+        if isinstance(model, HubModelConfig) and _plain(traces.model) == _plain(model.repo):
+            return ""
+        made_by = traces.model
+    else:
+        made_by = f"the {traces.kind} teacher, a program"
+    return (
+        f"opd.teacher is {name}, and the SFT traces are by {made_by}: with another teacher than that of the traces the "
+        "gradient of on-policy distillation is biased, however long it trains (arXiv 2604.13010)"
+    )
+
+
+def _plain(name: str) -> str:
+    return name.rpartition("/")[2].lower()
 
 
 def gate_lines(config: PipelineConfig) -> Iterator[str]:

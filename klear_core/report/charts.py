@@ -302,7 +302,8 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
         if span.start < high and span.end > low
     ]
     names = sorted({span.track for span in cut if not span.waited_for} - {"driver", "learner"})
-    rows = [name for name in ("driver", "learner") if any(span.track == name for span in cut)] + names
+    tracks = {span.track for span in cut}
+    rows = [name for name in ("driver", "learner") if name in tracks] + names
     waits: dict[str, float] = {}
     for span in cut:
         if span.waited_for:

@@ -28,9 +28,10 @@ from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import complete_rewards
-from klear_core.rl.rollout import Sampler, StepRollouts, now
+from klear_core.rl.rollout import Sampler, StallWatch, StepRollouts
 from klear_core.rl.stream import POOL_UNIT, PromptStream, StreamItem
 from klear_core.types import Rollout, RolloutGroup
+from klear_core.waits import now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class _FinishedGroup:
 
 
 class ContinuousRollouts:
-    """Fill one step after the other with informative groups; see `Rollouts` of the loop."""
+    """Fill one step after the other with informative groups, as `Lookahead` does in rounds."""
 
     def __init__(
         self, sampler: Sampler, stream: PromptStream, cfg: RlConfig, *, step: int, again: Sequence[int] = ()
@@ -97,7 +98,7 @@ class ContinuousRollouts:
         Raise TrainingError if no answer is sampled or judged for `stall_timeout_s`, or the error of any answer.
         """
         # A watch of this wait alone: the time in which the learner updated is no stall.
-        watch = self._sampler.watch()
+        watch = StallWatch(self._sampler)
         while self._error is None:
             if self._can_fill():
                 return await self._fill()

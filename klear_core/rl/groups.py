@@ -44,7 +44,8 @@ def drop_ledger(drops: DropCounts) -> tuple[LedgerStep, ...]:
         num_trained = dropped.pop(TRAINED, 0)
         num_in = num_trained + sum(dropped.values())
         # The pools that a curriculum drew the prompts from; empty without one.
-        noted = {f"from_{pool}": n for pool, n in sorted(drops.of(POOL_UNIT).items())} if unit == "group" else {}
+        pools = drops.of(POOL_UNIT) if unit == "group" else {}
+        noted = {f"from_{pool}": n for pool, n in sorted(pools.items())}
         steps.append(LedgerStep.of(f"{unit}_filter", unit, num_in=num_in, dropped=dropped, noted=noted))
     return tuple(steps)
 

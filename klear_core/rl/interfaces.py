@@ -21,7 +21,7 @@ from klear_core.prompts import load_tokenizer, render_prompt
 from klear_core.seeding import seed_for
 from klear_core.train.base_model import model_folder
 from klear_core.types import Completion, TrainSample
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 if TYPE_CHECKING:
     from klear_core.artifacts.remote_paths import RemotePaths
@@ -165,7 +165,7 @@ class LocalWorkers:
 
     def judges(self, cfg: VerifyConfig) -> JudgePool:
         """Build judges on this machine."""
-        return build_judge_pool(cfg)
+        return JudgePool(cfg)
 
     def status(self) -> str:
         """Name the engine."""

@@ -36,7 +36,7 @@ from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
-from klear_core.rl.rollout import Collector, Lookahead, Rollouts, Sampler, StepRollouts, no_rewards, now
+from klear_core.rl.rollout import Collector, Lookahead, Sampler, StepRollouts, no_rewards
 from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
 from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
 from klear_core.rl.stream import Curriculum, PromptStream
@@ -44,7 +44,7 @@ from klear_core.scores import read_pass_rates
 from klear_core.stopping import StoppedEarly, checkpoint_first
 from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, PassRate, Problem, RewardValues
-from klear_core.waits import TRACE_FILE, loop_watched, span, traced, waiting
+from klear_core.waits import TRACE_FILE, loop_watched, now, span, traced, waiting
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ async def run_steps(
     cfg: RlConfig,
     learner: LearnerHandle,
     engine: TrainableEngine,
-    rollouts: Rollouts,
+    rollouts: Lookahead | ContinuousRollouts,
     step_log: StepLog,
     curve: Curve,
 ) -> None:
@@ -335,7 +335,9 @@ def stream_of(
     return PromptStream(problems, seed=setup.seed, position=progress.position, curriculum=curriculum)
 
 
-def rollouts_of(cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress: RlState) -> Rollouts:
+def rollouts_of(
+    cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress: RlState
+) -> Lookahead | ContinuousRollouts:
     """Return the groups of all remaining steps, in rounds or continuously."""
     if cfg.rollout.mode == "continuous":
         return ContinuousRollouts(sampler, stream, cfg, step=progress.step, again=progress.unfinished)

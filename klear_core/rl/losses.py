@@ -84,6 +84,11 @@ class TrainBatch:
     distill_N: Tensor
     """Factor of log(teacher / policy) in the advantage: coefficient and divisor of the distillation term over the
     divisor of the policy term, which `scale_N` has. 0 on tokens that no teacher scored."""
+    top_id_NK: Tensor
+    """The teacher's K likeliest tokens in place of each, int64. With K above 0 the distillation term is
+    KL(teacher, policy) over them, a loss of its own, and nothing is added to the advantage."""
+    top_logp_NK: Tensor
+    """The teacher's log-probs among them: their probabilities add up to 1."""
     correction_N: Tensor
     """Factor on value and weight that corrects the sampler/learner mismatch; 1 without correction."""
     scale_N: Tensor
@@ -149,7 +154,9 @@ def _with_distillation(batch: TrainBatch, logp_N: Tensor, max_log_ratio: float) 
 
 
 def _teacher_gap(batch: TrainBatch, logp_N: Tensor, max_log_ratio: float) -> Tensor:
-    """Return log(teacher / policy), bounded; 0 on tokens that no teacher scored."""
+    """Return log(teacher / policy), bounded; 0 on tokens that no teacher scored and where its likeliest are known."""
+    if batch.top_id_NK.shape[1]:
+        return torch.zeros_like(logp_N)
     gap_N = log_ratio(batch.teacher_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP), logp_N)
     return torch.where(batch.distill_N > 0, gap_N.clamp(-max_log_ratio, max_log_ratio), 0)
 

@@ -23,7 +23,7 @@ from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_me
 from klear_core.rl.rows import TrainRow
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.distributed import World
-from klear_core.train.logps import HeadOutput, TokenLogps, fused_loss, token_logps
+from klear_core.train.logps import HeadOutput, Rivals, TokenLogps, fused_loss, token_logps
 from klear_core.train.model import Head
 from klear_core.train.packing import MicroBatch, PackedBatch
 from klear_core.train.step import StepResult
@@ -99,7 +99,10 @@ def make_batch(
                 # Over the policy term's scale, by which the loss of the summed advantages is multiplied at last.
                 distill[i] = term.coef * _scale(row.num_loss_tokens, *scored, term.normalise, budget) / scales[i]
         teacher_logp_N = micro.gather({r: _teacher_logps(rows[r]) for r in micro.rows})
+    top_id_NK, top_logp_NK = _likeliest(micro, here)
     lm_scale = cfg.lm_coef / max(1, denominators.num_positive_tokens)  # a mini-batch may have no positive sample
+    advantages = [r.advantage for r in here]
+    lm_scales = [lm_scale * r.is_positive for r in here]
     batch = TrainBatch(
         target_N=micro.target_N,
         row_N=micro.row_N,
@@ -107,12 +110,14 @@ def make_batch(
         sampler_logp_N=sampler_logp_N,
         ref_logp_N=nan_N if ref_logp_N is None else ref_logp_N,
         old_entropy_N=nan_N if old is None else old.entropy_N,
-        advantage_N=per_row([r.advantage for r in here]),
+        advantage_N=per_row(advantages),
         teacher_logp_N=teacher_logp_N,
         distill_N=per_row(distill),
+        top_id_NK=top_id_NK,
+        top_logp_NK=top_logp_NK,
         correction_N=torch.ones_like(old_logp_N),
         scale_N=per_row(scales),
-        lm_scale_N=per_row([lm_scale * r.is_positive for r in here]),
+        lm_scale_N=per_row(lm_scales),
         num_rows=len(rows),
         cp_group=micro.cp_group,
     )
@@ -124,6 +129,30 @@ def make_batch(
 
 def _teacher_logps(row: TrainRow) -> Sequence[float] | np.ndarray:
     return row.teacher_logps if row.has_teacher else np.zeros(row.num_tokens)
+
+
+def _likeliest(micro: MicroBatch, here: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+    """Return ids of the teacher's K likeliest tokens in place of each loss token, and log-probs among these K.
+
+    K is 0 if no row has any.
+    """
+    num_top = max((len(row.top_ids) // row.num_loss_tokens for row in here), default=0)
+    ids, logps, places, start = [], [], {}, 0
+    for r, row in zip(micro.rows, here, strict=True):
+        # A row that no teacher scored has a weight of 0 for whatever stands here.
+        num, empty = row.num_loss_tokens * num_top, np.zeros(0 if len(row.top_ids) else row.num_loss_tokens * num_top)
+        ids.append(np.concatenate([row.top_ids, empty]).astype(np.int64))
+        logps.append(np.concatenate([row.top_logps, empty]).astype(np.float32))
+        assert len(ids[-1]) == num, "rows of one step have the same number of likeliest tokens"
+        # The number of each token among the loss tokens of all rows in here.
+        places[r] = start + np.cumsum(row.loss_mask) - 1
+        start += row.num_loss_tokens
+    at_N = micro.gather(places, torch.int64).cpu()
+    id_NK, logp_NK = (
+        torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).reshape(start, num_top))[at_N]
+        for parts, dtype in ((ids, np.int64), (logps, np.float32))
+    )
+    return id_NK.to(micro.target_N.device), logp_NK.log_softmax(dim=1).to(micro.target_N.device)
 
 
 def _scale(
@@ -181,9 +210,18 @@ def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
 
     def head(hidden_NH: Tensor, weight_VH: Tensor) -> HeadOutput:
         target_N, temperature = batch.target_N, cfg.rollout.sampling.temperature
+        # The teacher's likeliest tokens: the gradient of KL(teacher, policy) over them is that of minus its
+        # probabilities times the policy's log-probs.
+        rivals = Rivals(batch.top_id_NK, batch.distill_N[:, None] * batch.scale_N[:, None] * batch.top_logp_NK.exp())
         # Token-wise losses form their gradient chunk by chunk in the forward pass, so logits are computed only once.
         if not joins_tokens(cfg.loss) and cfg.max_negative_kl is None:
-            return fused_loss(hidden_NH, weight_VH, target_N, loss_fn, temperature=temperature, need_entropy=True)
+            output = fused_loss(
+                hidden_NH, weight_VH, target_N, loss_fn, temperature=temperature, need_entropy=True, rivals=rivals
+            )
+            if output.rival_N is not None:
+                stats.add_rivals(output.rival_N, batch)
+            return output
+        assert batch.top_id_NK.shape[1] == 0, "the settings allow likeliest tokens with token-wise losses alone"
         # A mean over a row needs all tokens of a row first; the backward pass computes the logits once more.
         logp_N, entropy_N = token_logps(hidden_NH, weight_VH, target_N, temperature=temperature)
         loss = loss_fn(logp_N, entropy_N, slice(None)).sum()

@@ -255,7 +255,9 @@ def _batch_standardised(rewards_PG: Sequence[Sequence[float]]) -> list[list[floa
 def _over_mean(accuracies_G: Sequence[float]) -> list[float]:
     """Return (a - mean) / mean; 0 where no answer is right."""
     mean = sum(accuracies_G) / len(accuracies_G)
-    return [(a - mean) / mean if mean else 0.0 for a in accuracies_G]
+    if mean == 0:
+        return [0.0] * len(accuracies_G)
+    return [(a - mean) / mean for a in accuracies_G]
 
 
 def _best_of_k(rewards_G: Sequence[float], k: int) -> list[float]:

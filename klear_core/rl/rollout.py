@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
@@ -30,7 +30,7 @@ from klear_core.rl.rewards import complete_rewards, custom_reward, is_positive, 
 from klear_core.rl.stream import POOL_UNIT, Memory, PromptStream, StreamItem
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
-from klear_core.waits import Silence
+from klear_core.waits import Silence, now
 
 if TYPE_CHECKING:
     Tokenizer = Any
@@ -61,24 +61,6 @@ class StepRollouts:
     def sampled_tokens(self) -> int:
         """Return the number of tokens in all sampled answers."""
         return sum(len(r.completion.token_ids) for g in self.groups for r in g.rollouts)
-
-
-class Rollouts(Protocol):
-    """Source of the groups of each step. They are sampled while the context is open."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    async def next(self) -> StepRollouts:
-        """Return the groups of the next step."""
-        ...
-
-    def allow_another(self) -> None:
-        """Note that the engines have new weights."""
-        ...
 
 
 async def no_rewards(_problem: Problem, _completion: Completion, _verdict: Verdict) -> Mapping[str, float | None]:
@@ -158,10 +140,6 @@ class Sampler:
             custom_rewards=custom,
         )
 
-    def watch(self) -> StallWatch:
-        """Return a new watch on this sampler's progress."""
-        return StallWatch(self)
-
     @property
     def num_finished_requests(self) -> int:
         """Return how many answers were sampled and how many judged, together."""
@@ -212,11 +190,6 @@ class StallWatch:
 
 def _ago(what: str, at: float | None) -> str:
     return f" (no {what} yet)" if at is None else f" (the last {what} {now() - at:.0f} s ago)"
-
-
-def now() -> float:
-    """Return the time of the event loop. In simulations it runs faster than the clock."""
-    return asyncio.get_running_loop().time()
 
 
 class Collector:
@@ -297,7 +270,7 @@ class Collector:
         Raise TrainingError after `stall_timeout_s` without progress.
         """
         pending: set[asyncio.Task[Rollout]] = set(tasks)
-        watch = self._sampler.watch()
+        watch = StallWatch(self._sampler)
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=watch.check_s, return_when=asyncio.FIRST_EXCEPTION)

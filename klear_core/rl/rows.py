@@ -1,54 +1,19 @@
 """Training rows as arrays, so that a learner rank is sent the tokens of its own rows alone. Imports no torch.
 
 A step of a thousand GPUs has hundreds of millions of tokens. As tuples every rank would unpickle all of them; as arrays
-(int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, 12 with a teacher's log-probs, which
-Ray's store shares without a copy.
+(int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, 12 with a teacher's log-probs and 8
+more for each of its likeliest tokens, which Ray's store shares without a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from klear_core.types import TokenRow, TrainSample
-
-
-class TrainRow(TokenRow, Protocol):
-    """A row as the learner reads it: a `TrainSample`, or an `ArrayRow`."""
-
-    @property
-    def problem_id(self) -> str:
-        """Return the id of the answered problem."""
-
-    @property
-    def advantage(self) -> float:
-        """Return the advantage of every loss token."""
-
-    @property
-    def is_positive(self) -> bool:
-        """Return whether the language-model loss learns from the row."""
-
-    @property
-    def oldest_version(self) -> int:
-        """Return the oldest version of the weights that sampled a token."""
-
-    @property
-    def old_logps(self) -> Sequence[float] | np.ndarray:
-        """Return the sampler's log-probs, as long as `token_ids`."""
-
-    @property
-    def has_teacher(self) -> bool:
-        """Return whether a teacher scored the answer; known on every rank."""
-
-    @property
-    def teacher_logps(self) -> Sequence[float] | np.ndarray:
-        """Return the teacher's log-probs, as long as `token_ids`; empty without a teacher."""
-
-
-Row = TypeVar("Row", bound=TrainRow)
+from klear_core.types import TrainSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +28,9 @@ class Tokens:
     """float32, as the learner computes with them; 0 on prompts."""
     teacher_logps: np.ndarray
     """float32; only of the rows that a teacher scored."""
+    top_ids: np.ndarray
+    """int32; the teacher's likeliest tokens of these rows."""
+    top_logps: np.ndarray
 
 
 _NO_IDS, _NO_LOGPS = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -89,6 +57,10 @@ class ArrayRow:
     old_logps: np.ndarray
     has_teacher: bool
     teacher_logps: np.ndarray
+    num_tops: int
+    """Length of `top_ids`, which is empty for a row of another rank."""
+    top_ids: np.ndarray
+    top_logps: np.ndarray
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -111,7 +83,14 @@ class ArrayRow:
             is_positive=self.is_positive,
             oldest_version=self.oldest_version,
             teacher_logps=tuple(self.teacher_logps.tolist()),
+            top_ids=tuple(self.top_ids.tolist()),
+            top_logps=tuple(self.top_logps.tolist()),
         )
+
+
+TrainRow = TrainSample | ArrayRow
+"""A row as the learner reads it."""
+Row = TypeVar("Row", bound=TrainRow)
 
 
 def counts_of(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:
@@ -139,6 +118,9 @@ def counts_of(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:
                 old_logps=_NO_LOGPS,
                 has_teacher=sample.has_teacher,
                 teacher_logps=_NO_LOGPS,
+                num_tops=len(sample.top_ids),
+                top_ids=_NO_IDS,
+                top_logps=_NO_LOGPS,
             )
         )
     return tuple(rows)
@@ -154,22 +136,34 @@ def tokens_of(samples: Sequence[TrainSample], rows: Sequence[int]) -> Tokens:
         # Rounded here and not in the learner, which computes with float32: the same rounding of the same numbers.
         logps[start:end] = np.fromiter(sample.old_logps, np.float32, end - start)
     scored = [np.fromiter(s.teacher_logps, np.float32, s.num_tokens) for s in chosen if s.has_teacher]
-    return Tokens(rows=tuple(rows), ids=ids, logps=logps, teacher_logps=np.concatenate([_NO_LOGPS, *scored]))
+    tops = [np.fromiter(s.top_ids, np.int32, len(s.top_ids)) for s in chosen]
+    top_logps = [np.fromiter(s.top_logps, np.float32, len(s.top_logps)) for s in chosen]
+    return Tokens(
+        rows=tuple(rows),
+        ids=ids,
+        logps=logps,
+        teacher_logps=np.concatenate([_NO_LOGPS, *scored]),
+        top_ids=np.concatenate([_NO_IDS, *tops]),
+        top_logps=np.concatenate([_NO_LOGPS, *top_logps]),
+    )
 
 
 def with_tokens(counts: Sequence[ArrayRow], tokens: Tokens) -> list[ArrayRow]:
     """Return all rows of the step, those of `tokens` with views of its arrays."""
-    rows, start, teacher_start = list(counts), 0, 0
+    rows, start, teacher_start, top_start = list(counts), 0, 0, 0
     for i in tokens.rows:
         end = start + rows[i].num_tokens
         teacher_end = teacher_start + rows[i].num_tokens * rows[i].has_teacher
+        top_end = top_start + rows[i].num_tops
         rows[i] = replace(
             rows[i],
             token_ids=tokens.ids[start:end],
             old_logps=tokens.logps[start:end],
             teacher_logps=tokens.teacher_logps[teacher_start:teacher_end],
+            top_ids=tokens.top_ids[top_start:top_end],
+            top_logps=tokens.top_logps[top_start:top_end],
         )
-        start, teacher_start = end, teacher_end
+        start, teacher_start, top_start = end, teacher_end, top_end
     return rows
 
 

@@ -33,6 +33,20 @@ TokenLossFn = Callable[[Tensor, Tensor, slice], Tensor]
 """(logp_C, entropy_C, where in N) -> loss_C, unreduced and scaled. A token's loss may not depend on other tokens."""
 
 
+class Rivals(NamedTuple):
+    """K different tokens in place of each target, whose log-probs are added to the loss with fixed weights."""
+
+    id_NK: Tensor
+    """int64."""
+    weight_NK: Tensor
+    """The loss falls by this, times the token's log-prob."""
+
+    @classmethod
+    def none(cls, target_N: Tensor) -> Rivals:
+        """Return no rivals."""
+        return cls(target_N.new_empty((len(target_N), 0)), torch.empty((len(target_N), 0), device=target_N.device))
+
+
 class HeadOutput(NamedTuple):
     """Loss, log-probs and entropies. A tuple, because FSDP finds the tensors that it must hook by walking tuples."""
 
@@ -42,6 +56,8 @@ class HeadOutput(NamedTuple):
     """float32, nats, at the temperature; detached."""
     entropy_N: Tensor
     """float32, nats; detached. NaN if it was not asked for."""
+    rival_N: Tensor | None = None
+    """Sum of the rivals' log-probs times their weights; detached. None where the head computes none."""
 
 
 def fused_loss(
@@ -53,15 +69,17 @@ def fused_loss(
     temperature: float = 1.0,
     need_entropy: bool = False,
     max_logits: int | None = None,
+    rivals: Rivals | None = None,
 ) -> HeadOutput:
     """Return a pointwise loss, its gradient formed in the same pass: 6NHV operations; recomputing logits takes 8NHV.
 
     `need_entropy` computes the entropy (for a metric or the loss); otherwise `loss_fn` gets NaN in its place.
     `max_logits` bounds the logits held at once; None picks by device.
     """
+    rivals = Rivals.none(target_N) if rivals is None else rivals
     hidden_NH, weight_VH = _inputs(hidden_NH, weight_VH)
     size = chunk_size(weight_VH, target_N.numel(), max_logits)
-    arguments = (hidden_NH, weight_VH, target_N, loss_fn, temperature, need_entropy, size)
+    arguments = (hidden_NH, weight_VH, (target_N, rivals), loss_fn, temperature, need_entropy, size)
     return HeadOutput(*_FusedLoss.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -121,7 +139,12 @@ class _Head(NamedTuple):
     hidden_NH: Tensor
     weight_VH: Tensor
     target_N: Tensor
+    rivals: Rivals
     temperature: float
+
+    def tokens(self, chunk: slice) -> Tensor:
+        """Return the chunk's target and rivals as token_CJ, the target first."""
+        return torch.cat([self.target_N[chunk, None], self.rivals.id_NK[chunk]], dim=1)
 
     def chunks(self, size: int) -> Iterator[slice]:
         num_tokens = self.target_N.numel()
@@ -146,18 +169,18 @@ class _Head(NamedTuple):
         # Divide in place, to avoid a second [C, V] tensor.
         if self.temperature != 1.0:
             z_CV /= self.temperature
-        return z_CV, passes_on(z_CV.device.type).read(z_CV, self.target_N[chunk, None], need_entropy=need_entropy)
+        return z_CV, passes_on(z_CV.device.type).read(z_CV, self.tokens(chunk), need_entropy=need_entropy)
 
     def add_grads(
-        self, grads: _Grads, chunk: slice, z_CV: Tensor, reading: Reading, dlogp_C: Tensor, dentropy_C: Tensor | None
+        self, grads: _Grads, chunk: slice, z_CV: Tensor, reading: Reading, dlogp_CJ: Tensor, dentropy_C: Tensor | None
     ) -> None:
         """Add the chunk to `grads`, given the loss's derivatives by its log-probs and entropies."""
         # z = logits / temperature: dLoss/dlogits has a factor 1 / temperature, applied here to [C] instead of [C, V].
-        dlogp_C = dlogp_C / self.temperature
+        dlogp_CJ = dlogp_CJ / self.temperature
         dentropy_C = None if dentropy_C is None else dentropy_C / self.temperature
         passes, dtype = passes_on(z_CV.device.type), self.weight_VH.dtype
         # In the weight's dtype, because both products below take inputs of one dtype.
-        dz_CV = passes.grad(z_CV, reading, self.target_N[chunk, None], dlogp_C, dentropy_C, dtype=dtype)
+        dz_CV = passes.grad(z_CV, reading, self.tokens(chunk), dlogp_CJ, dentropy_C, dtype=dtype)
         # z = h W^T, so dLoss/dh = dz W and dLoss/dW = dz^T h; the first is complete after one chunk, the second a sum.
         if grads.hidden_NH is not None:
             torch.mm(dz_CV, self.weight_VH, out=grads.hidden_NH[chunk])
@@ -171,37 +194,42 @@ class _FusedLoss(torch.autograd.Function):
         ctx,
         hidden_NH: Tensor,
         weight_VH: Tensor,
-        target_N: Tensor,
+        tokens: tuple[Tensor, Rivals],
         loss_fn: TokenLossFn,
         temperature: float,
         need_entropy: bool,
         size: int,
     ):
-        head = _Head(hidden_NH, weight_VH, target_N, temperature)
+        target_N, rivals = tokens
+        head = _Head(hidden_NH, weight_VH, target_N, rivals, temperature)
         grads = head.grads(*ctx.needs_input_grad[:2])
         logp_N, entropy_N = head.nan_per_token(), head.nan_per_token()
-        loss = logp_N.new_zeros(())
+        rival_N, loss = head.nan_per_token(), logp_N.new_zeros(())
 
         # The loss is a sum over tokens: form each chunk's gradient while its logits are in memory.
         # A function, because its [C, V] locals are released on return.
         def add(chunk: slice) -> None:
             z_CV, reading = head.read(chunk, need_entropy=need_entropy)
-            logp_N[chunk], entropy_N[chunk] = reading.logp_C, reading.entropy_C
+            logp_N[chunk], entropy_N[chunk] = reading.logp_CJ[:, 0], reading.entropy_C
             loss_C, dlogp_C, dentropy_C = _pointwise(loss_fn, reading, chunk)
-            loss.add_(loss_C.sum())
+            weight_CK = rivals.weight_NK[chunk]
+            # Bounded, because a weight of 0 times a log-prob of minus infinity would be NaN.
+            rival_N[chunk] = (weight_CK * reading.logp_CJ[:, 1:].clamp(min=_LEAST)).sum(dim=1)
+            loss.add_((loss_C - rival_N[chunk]).sum())
+            dlogp_CJ = torch.cat([dlogp_C[:, None], -weight_CK], dim=1)
             if any(ctx.needs_input_grad[:2]):
-                head.add_grads(grads, chunk, z_CV, reading, dlogp_C, dentropy_C)
+                head.add_grads(grads, chunk, z_CV, reading, dlogp_CJ, dentropy_C)
 
         for chunk in head.chunks(size):
             add(chunk)
         # Backward needs neither logits nor weight, so nothing of size [N, V] outlives forward.
         ctx.save_for_backward(*grads)
         ctx.weight_dtype = weight_VH.dtype  # dtype of the gradient that backward returns; its sum is in float32
-        ctx.mark_non_differentiable(logp_N, entropy_N)
-        return loss, logp_N, entropy_N
+        ctx.mark_non_differentiable(logp_N, entropy_N, rival_N)
+        return loss, logp_N, entropy_N, rival_N
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor, _logp: Tensor, _entropy: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_loss: Tensor, *_unused: Tensor):  # type: ignore[no-untyped-def]
         # Both were formed in forward for grad_loss = 1, so that only the factor is missing.
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * grad_loss.to(grad_hidden_NH.dtype)
@@ -222,11 +250,12 @@ class _TokenLogps(torch.autograd.Function):
         temperature: float,
         size: int,
     ):
-        head = _Head(hidden_NH, weight_VH, target_N, temperature)
+        head = _Head(hidden_NH, weight_VH, target_N, Rivals.none(target_N), temperature)
         logp_N, entropy_N = head.nan_per_token(), head.nan_per_token()
         # No gradient can be formed here: a token's derivative can depend on tokens of later chunks.
         for chunk in head.chunks(size):
-            logp_N[chunk], entropy_N[chunk], _ = head.read(chunk, need_entropy=True)[1]
+            reading = head.read(chunk, need_entropy=True)[1]
+            logp_N[chunk], entropy_N[chunk] = reading.logp_CJ[:, 0], reading.entropy_C
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, entropy_N)
         ctx.temperature, ctx.size = temperature, size
         return logp_N, entropy_N
@@ -234,7 +263,7 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogp_N: Tensor, dentropy_N: Tensor):  # type: ignore[no-untyped-def]
         hidden_NH, weight_VH, target_N, entropy_N = ctx.saved_tensors
-        head = _Head(hidden_NH, weight_VH, target_N, ctx.temperature)
+        head = _Head(hidden_NH, weight_VH, target_N, Rivals.none(target_N), ctx.temperature)
         grads = head.grads(*ctx.needs_input_grad[:2])
 
         # Logits are computed again: 2NHV more operations, but no [N, V] tensor is kept from forward.
@@ -242,7 +271,7 @@ class _TokenLogps(torch.autograd.Function):
             # The entropy was saved; to compute it again takes one more [C, V] tensor.
             z_CV, reading = head.read(chunk, need_entropy=False)
             reading = reading._replace(entropy_C=entropy_N[chunk])
-            head.add_grads(grads, chunk, z_CV, reading, dlogp_N[chunk], dentropy_N[chunk])
+            head.add_grads(grads, chunk, z_CV, reading, dlogp_N[chunk, None], dentropy_N[chunk])
 
         for chunk in head.chunks(ctx.size):
             add(chunk)
@@ -254,7 +283,7 @@ def _pointwise(loss_fn: TokenLossFn, reading: Reading, chunk: slice) -> tuple[Te
     """Return each token's loss and its derivatives by the token's log-prob and entropy (None: independent of it)."""
     # Autograd is off inside a Function's forward. Detached leaves: the derivatives are by these numbers, not by z.
     with torch.enable_grad():
-        logp_C, entropy_C = reading.logp_C.detach().requires_grad_(), reading.entropy_C.detach().requires_grad_()
+        logp_C, entropy_C = reading.logp_CJ[:, 0].detach().requires_grad_(), reading.entropy_C.detach().requires_grad_()
         loss_C = loss_fn(logp_C, entropy_C, chunk)
         if not loss_C.requires_grad:  # constant: the loss masks all tokens of this chunk
             return loss_C, torch.zeros_like(logp_C), None
@@ -331,8 +360,8 @@ class Normaliser(NamedTuple):
 class Reading(NamedTuple):
     """Result of the first pass over a chunk's logits."""
 
-    logp_C: Tensor
-    """Log-probs of the targets."""
+    logp_CJ: Tensor
+    """Log-probs of the target and, after it, of its rivals."""
     entropy_C: Tensor
     """Entropies; NaN if they were not asked for."""
     normaliser: Normaliser | None
@@ -356,23 +385,23 @@ class Passes:
         """Return whether compiled kernels are in use; the first chunk compiles them, which may still fail."""
         return self._read is not None
 
-    def read(self, z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool) -> Reading:
+    def read(self, z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool) -> Reading:
         """Run the first pass. It may overwrite `z_CV`, which only `grad` can use afterwards."""
         if self._read is not None:
             try:
-                _mark_length_dynamic(z_CV, target_C1)
-                return self._read(z_CV, target_C1, need_entropy=need_entropy, in_place=False)
+                _mark_length_dynamic(z_CV, token_CJ)
+                return self._read(z_CV, token_CJ, need_entropy=need_entropy, in_place=False)
             # Raised before any kernel has run: `z_CV` is intact, and the plain pass below can read it.
             except compiler_errors() as e:
                 self._fall_back(e)
-        return _read(z_CV, target_C1, need_entropy=need_entropy, in_place=True)
+        return _read(z_CV, token_CJ, need_entropy=need_entropy, in_place=True)
 
     def grad(
         self,
         z_CV: Tensor,
         reading: Reading,
-        target_C1: Tensor,
-        dlogp_C: Tensor,
+        token_CJ: Tensor,
+        dlogp_CJ: Tensor,
         dentropy_C: Tensor | None,
         *,
         dtype: torch.dtype,
@@ -380,12 +409,15 @@ class Passes:
         """Run the second pass: return dLoss/dz in `dtype` from dLoss/dlogp and dLoss/dentropy. May overwrite `z_CV`."""
         # One number per token, broadcast over V.
         dentropy_C1 = None if dentropy_C is None else dentropy_C[:, None]
-        factors = (dlogp_C[:, None], reading.entropy_C[:, None], dentropy_C1)
+        factors = (dlogp_CJ.sum(dim=1, keepdim=True), reading.entropy_C[:, None], dentropy_C1)
         dz_CV = self._grad_without_onehot(z_CV, reading.normaliser, factors, dtype)
-        # dz = dlogp (onehot - p) + entropy term; only the target has the onehot. `_slope` overwrites its input: clone.
-        dz_C1 = _slope(reading.logp_C[:, None].clone(), *factors) + dlogp_C[:, None]
-        # Replace the target's column instead of adding dlogp to it: in half precision it has been rounded already.
-        return dz_CV.scatter_(1, target_C1, dz_C1.to(dtype))
+        # dz = sum over j of dlogp_j (onehot_j - p) + entropy term; only the tokens read have a onehot, the target and
+        # a rival that is the same token have both. `_slope` overwrites its input: clone.
+        is_same_CJJ = token_CJ[:, :, None] == token_CJ[:, None, :]
+        onehot_CJ = (is_same_CJJ * dlogp_CJ[:, None, :]).sum(dim=2)
+        dz_CJ = _slope(reading.logp_CJ.clone(), *factors) + onehot_CJ
+        # Replace their columns instead of adding to them: in half precision they have been rounded already.
+        return dz_CV.scatter_(1, token_CJ, dz_CJ.to(dtype))
 
     def _grad_without_onehot(
         self, z_CV: Tensor, norm: Normaliser | None, factors: _Factors, dtype: torch.dtype
@@ -428,7 +460,7 @@ registry.provide("products/cuda", _product_of_halves)
 registry.provide("head/cuda", _compiled_passes)
 
 
-def _read(z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool, in_place: bool) -> Reading:
+def _read(z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool, in_place: bool) -> Reading:
     # Uncompiled, log-probs overwrite the logits to save a second [C, V] tensor. Compiled, they stay in registers, and
     # `_grad` computes them again from the logits and the normaliser.
     if in_place:
@@ -437,11 +469,11 @@ def _read(z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool, in_place: bool
         max_C1 = z_CV.amax(dim=-1, keepdim=True)  # subtracted, so that no exponential overflows
         norm = Normaliser(max_C1, (z_CV - max_C1).exp().sum(dim=-1, keepdim=True).log())
         logp_CV = _log_probs(z_CV, norm)
-    logp_C = logp_CV.gather(1, target_C1)[:, 0]
+    logp_CJ = logp_CV.gather(1, token_CJ)
     if not need_entropy:
-        return Reading(logp_C, torch.full_like(logp_C, torch.nan), norm)
+        return Reading(logp_CJ, torch.full_like(logp_CJ[:, 0], torch.nan), norm)
     # -sum(p log p). Clamping in place is safe: a clamped log-prob still has probability 0.
-    return Reading(logp_C, -logp_CV.exp().mul_(logp_CV.clamp_min_(_LEAST)).sum(dim=-1), norm)
+    return Reading(logp_CJ, -logp_CV.exp().mul_(logp_CV.clamp_min_(_LEAST)).sum(dim=-1), norm)
 
 
 def _grad(z_CV: Tensor, norm: Normaliser | None, factors: _Factors, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Literal, Protocol
 
 from klear_core.config.rewards import CustomReward
-from klear_core.config.verify import CustomJudge, MathConfig, VerifyConfig
+from klear_core.config.verify import CustomJudge, MathConfig, VerifyConfig, VerifyRuntime
+from klear_core.cpus import usable_cpus
 from klear_core.types import AnswerToJudge, CodeReference, JudgedAnswer, Outcome, Verdict
 from klear_core.verify.math.text_compare import AlgebraComparison
 
@@ -221,6 +222,16 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def math_workers(runtime: VerifyRuntime) -> int:
+    """Return the number of processes that compare math answers."""
+    return runtime.math_workers or usable_cpus()
+
+
+def code_workers(runtime: VerifyRuntime) -> int:
+    """Return the number of programs that run at a time: two a core, because half of a jail's start is waiting."""
+    return runtime.code_workers or 2 * usable_cpus()
 
 
 # ---- nodes ----

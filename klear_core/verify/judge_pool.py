@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Protocol, Self, assert_never
 
 from klear_core.config.rewards import CustomReward
-from klear_core.config.verify import CustomJudge, VerifyConfig, VerifyRuntime, source_digest
-from klear_core.cpus import usable_cpus
+from klear_core.config.verify import CustomJudge, VerifyConfig, source_digest
 from klear_core.errors import ConfigError, JudgeError, SandboxError
 from klear_core.prompts import NoAnswer, find_answer_text
 from klear_core.types import (
@@ -465,25 +464,6 @@ def _no_answer_verdict(missing: NoAnswer, cfg: VerifyConfig, *, is_code: bool = 
     # The score of a program that passes no test.
     score = -1.0 if is_code and cfg.code.score == "plus_minus" else 0.0
     return Verdict(outcome=Outcome.NO_ANSWER, score=score, detail=missing.reason)
-
-
-def build_judge_pool(cfg: VerifyConfig) -> JudgePool:
-    """Build the judges for these settings; use the result as a context manager."""
-    return JudgePool(cfg)
-
-
-# ---- concurrency ----
-# Compute how many answers are judged at a time.
-
-
-def math_workers(runtime: VerifyRuntime) -> int:
-    """Return the number of processes that compare math answers."""
-    return runtime.math_workers or usable_cpus()
-
-
-def code_workers(runtime: VerifyRuntime) -> int:
-    """Return the number of programs that run at a time: two a core, because half of a jail's start is waiting."""
-    return runtime.code_workers or 2 * usable_cpus()
 
 
 # ---- faulty references ----

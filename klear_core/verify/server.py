@@ -30,10 +30,9 @@ from klear_core.errors import SandboxError
 from klear_core.processes import IS_LINUX, die_with_parent
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import user_code
-from klear_core.verify.client import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask
+from klear_core.verify.client import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask, code_workers, math_workers
 from klear_core.verify.code import judge as code_judge
 from klear_core.verify.code.program import limits_for
-from klear_core.verify.judge_pool import code_workers, math_workers
 from klear_core.verify.math import algebra as math_compare  # before the first fork: workers share the loaded sympy
 from klear_core.verify.sandbox import selftest
 from klear_core.verify.sandbox.jail import STARVED_FACTOR, adopt_orphans, end_orphans, forget_dead_jails

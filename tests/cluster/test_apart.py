@@ -34,7 +34,7 @@ from klear_core.rl.loop import run_rl
 from klear_core.train.base_model import model_folder
 from klear_core.train.inline_eval import ExportedCheckpoints
 from klear_core.types import CodeReference, Outcome, StoredTests
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 from tasks.resources import Needs, ray_session
 
 pytest.importorskip("ray")
@@ -161,7 +161,7 @@ def test_a_model_of_the_curve_is_scored_on_another_disk_as_in_this_process(apart
         slot.publish(manifest(kind="sft"))
     # loaded, and then deleted where it was loaded
     assert not list(apart.root.glob("*/.building/**/step-00000020"))
-    with open_inline_eval(job, build_judge_pool, model_folder(base.path), seed=0) as inline_eval:
+    with open_inline_eval(job, JudgePool, model_folder(base.path), seed=0) as inline_eval:
         assert point == asyncio.run(score_with(inline_eval, start_here, spec_of(job, model_folder(base.path), seed=0)))
 
 

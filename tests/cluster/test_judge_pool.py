@@ -14,7 +14,7 @@ from verify_builders import ADD_STDIN, boxed, code_config, fenced, math_problem,
 from klear_core.config.verify import VerifyConfig, VerifyRuntime
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Problem
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 from tasks.resources import Needs, ray_session
 
 pytest.importorskip("ray")
@@ -41,7 +41,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with build_judge_pool(config()) as pool:
+    with JudgePool(config()) as pool:
         try:
             pool.check_sandbox()
         except SandboxError as error:
@@ -58,7 +58,7 @@ def config() -> VerifyConfig:
 
 
 def test_two_nodes_give_the_verdicts_of_one_machine_and_leave_nothing_behind(cluster: Cluster) -> None:
-    with build_judge_pool(config()) as pool:
+    with JudgePool(config()) as pool:
         backend = pool.check_sandbox()
         expected = [pool.judge(*question) for question in QUESTIONS]
     with ray_session(NEEDS):

@@ -24,6 +24,7 @@ def test_the_profiles_are_these() -> None:
         "klear_8b_64k",
         "klear_8b_script",
         "laptop",
+        "laptop_opd",
         "node_8",
         "qwen3_06b",
         "single_gpu",

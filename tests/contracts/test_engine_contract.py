@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from completions_endpoint import MODEL, serve
 from decoder_folder import build_model, write_folder
 from vllm_marks import VLLM_MARKS
@@ -267,7 +268,7 @@ def test_a_scored_answer_has_the_log_probs_that_it_was_sampled_with(running: Run
         for prompt in PROMPTS:
             for completion in await engine.generate(prompt, params()):
                 found = await score(engine, prompt, completion.token_ids)
-                assert found == pytest.approx(completion.logps, abs=1e-4)
+                assert found.logps == pytest.approx(completion.logps, abs=1e-4)
 
     running.run(body)
 
@@ -289,14 +290,33 @@ def test_scores_are_the_learners_log_probs_of_any_tokens(running: Running, folde
         for row, found in zip(rows, await asyncio.gather(*requests), strict=True):
             (micro,) = pack([row], tokens_per_microbatch=1 << 20).micro_batches
             learners = model(micro, partial(token_logps, target_N=micro.target_N)).logp_N.tolist()
-            assert found == pytest.approx(learners, abs=1e-4)
+            assert found.logps == pytest.approx(learners, abs=1e-4)
+
+    running.run(body)
+
+
+def test_the_likeliest_tokens_are_the_models(running: Running, folder: Path) -> None:
+    if not running.has_model:
+        pytest.skip("it has no model")
+    prompt, answer = PROMPTS[0], [66, 90, 77, 77]
+    mask = (False,) * len(prompt) + (True,) * len(answer)
+    row = SftExample(problem_id="p", token_ids=(*prompt, *answer), loss_mask=mask)
+    (micro,) = pack([row], tokens_per_microbatch=1 << 20).micro_batches
+    logits_NV = load_model(folder, device="cpu")(micro, lambda hidden_NH, weight_VH: hidden_NH @ weight_VH.T)
+    wanted = torch.log_softmax(logits_NV, -1).topk(3, dim=1)
+
+    async def body(engine: InferenceEngine) -> None:
+        found = await score(engine, prompt, answer, num_top=3)
+        assert found.top_ids == tuple(wanted.indices.flatten().tolist())
+        assert found.top_logps == pytest.approx(wanted.values.flatten().tolist(), abs=1e-4)
 
     running.run(body)
 
 
 def test_tokens_to_score_leave_room_for_one_more(running: Running) -> None:
     async def body(engine: InferenceEngine) -> None:
-        assert len(await score(engine, [65] * 100, [65] * (MAX_LEN - 101))) == MAX_LEN - 101
+        found = await score(engine, [65] * 100, [65] * (MAX_LEN - 101))
+        assert len(found.logps) == MAX_LEN - 101
         for prompt, answer in (([], [65]), ([65] * 100, [65] * (MAX_LEN - 100))):
             with pytest.raises(ValueError, match="leave room"):
                 await score(engine, prompt, answer)

@@ -18,7 +18,7 @@ from klear_core.data.sources import read_source
 from klear_core.errors import DataError
 from klear_core.metrics import NullTelemetry
 from klear_core.types import AssertTests, CodeReference, MathReference, Problem
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is not there")
@@ -254,7 +254,7 @@ def test_subdomain_and_category_are_the_clusters_of_multiple_choice(tmp_path: Pa
 )
 def test_the_letter_of_a_choice_is_judged_in_a_box_and_after_answer(tmp_path: Path, said: str, score: float) -> None:
     (problem,) = choices(written(tmp_path / "b.jsonl", MMLU_PRO), "mmlu_pro")
-    with build_judge_pool(VerifyConfig()) as judges:
+    with JudgePool(VerifyConfig()) as judges:
         assert judges.judge(problem, f"<think>\n</think>\n\n{said}").score == score
 
 
@@ -263,7 +263,7 @@ def test_list_answers_of_hmmt_are_right_in_any_order_and_only_whole() -> None:
     problems = load_benchmark(known("hmmt25", SHARED / "bench-hmmt25" / "HMMT-202502.jsonl"), seed=0)
     pair = problems[9]
     one, other = r"\frac{-1+\sqrt{17}}{2}", r"\frac{-1-\sqrt{17}}{2}"
-    with build_judge_pool(VerifyConfig()) as judges:
+    with JudgePool(VerifyConfig()) as judges:
         said = [f"{one}, {other}", f"{other}, {one}", one, f"{one}, {one}"]
         verdicts = [judges.judge(pair, f"<think>\n</think>\n\\boxed{{{text}}}").score for text in said]
     assert verdicts == [1.0, 1.0, 0.0, 0.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ STEP_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Server]:
     """With a deployment as those of the repository, another with a concurrency limit, a pool without one, and a sweeper."""
     folder = tmp_path_factory.mktemp("drill")
     (folder / "drill.py").write_text(FLOW)
@@ -75,7 +76,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limited = plain | {"name": "limited", "concurrency_limit": {"limit": 1, "collision_strategy": "ENQUEUE"}}
     broken = plain | {"name": "broken", "entrypoint": "broken.py:drill"}
     (folder / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [plain, limited, broken]}))
-    with server_and_worker(tmp_path_factory.mktemp("prefect"), limit=None) as running:
+    home = shutil.copytree(prefect_database, folder / "prefect")
+    with server_and_worker(home, limit=None) as running:
         running.prefect("deploy", "--all", cwd=folder)
         running.start_sweeper()
         yield running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from prefect_server import ROOT, Server, once, server_and_worker
-from small_runs import SMALL
+from small_runs import BEFORE_SFT, SMALL, begin_with
 from webhook import Receiver, receiving
 
 from klear_core.artifacts.runs import RunHistory
@@ -31,10 +32,9 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
-def server(tmp_path: Path, receiver: Receiver) -> Iterator[Server]:
-    (tmp_path / "prefect").mkdir()
-    hook = {"OPS_HOOK": receiver.url}
-    with server_and_worker(tmp_path / "prefect", settings=hook) as running:
+def server(tmp_path: Path, receiver: Receiver, prefect_database: Path) -> Iterator[Server]:
+    home = shutil.copytree(prefect_database, tmp_path / "prefect")
+    with server_and_worker(home, settings={"OPS_HOOK": receiver.url}) as running:
         running.prefect("deploy", "--name=retrain", cwd=ROOT)
         yield running
 
@@ -47,8 +47,9 @@ def runs_of(server: Server, deployment: str) -> list[dict[str, Any]]:
 
 
 def test_a_schedule_promotes_and_tells_somebody_and_the_next_retraining_finds_nothing_new(
-    server: Server, receiver: Receiver, fresh: Path
+    server: Server, receiver: Receiver, fresh: Path, straight: Path
 ):
+    begin_with(straight, fresh, *BEFORE_SFT, "sft")  # only RL trains
     notify = 'workspace.notify={webhook_env="OPS_HOOK", events=["promoted", "refused", "failed", "waiting"]}'
     parameters = {"profile": "smoke", "overrides": [*SMALL, *LENIENT, f"workspace.root={fresh}", notify]}
     deployment = server.get("/deployments/name/klear-retrain/retrain")["id"]

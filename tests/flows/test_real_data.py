@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -48,9 +49,11 @@ that breaks off."""
 
 
 @pytest.fixture(scope="module")
-def curated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def curated(tmp_path_factory: pytest.TempPathFactory, mlflow_folder: Path, prefect_database: Path) -> Path:
     """The artifacts of `klear run configs/laptop --until curate` on the published math files."""
     root = tmp_path_factory.mktemp("curated")
+    shutil.copytree(mlflow_folder, root / "ws" / "mlflow")
+    shutil.copytree(prefect_database, root / "ws" / prefect_database.name)
     sources = ", ".join(f'"{SHARED / file}"' for file in SOURCES)
     benchmarks = ", ".join(
         f'{{name = "{name}", num_samples = 1, source = "{SHARED / file}"}}' for name, file in BENCHMARKS.items()

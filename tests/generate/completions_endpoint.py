@@ -55,10 +55,15 @@ async def _reply(engine: InferenceEngine, path: str, body: bytes, *, max_model_l
 
 
 async def _scored_reply(engine: InferenceEngine, asked: dict[str, list[int]]) -> dict[str, object]:
-    assert (asked["max_tokens"], asked["temperature"], asked["prompt_logprobs"]) == (1, 1.0, 0)
+    assert (asked["max_tokens"], asked["temperature"]) == (1, 1.0)
     first, *others = asked["prompt"]
-    logps = await score(engine, [first], others)
-    told = [{str(token): {"logprob": logp, "rank": 1}} for token, logp in zip(others, logps, strict=True)]
+    k = asked["prompt_logprobs"]
+    found = await score(engine, [first], others, num_top=k)
+    told = []
+    for i, (token, logp) in enumerate(zip(others, found.logps, strict=True)):
+        top = zip(found.top_ids[i * k : i * k + k], found.top_logps[i * k : i * k + k], strict=True)
+        # The token that is there comes first, as in vLLM, and once if it is among the likeliest.
+        told.append({str(name): {"logprob": value} for name, value in ((token, logp), *top)})
     return {"object": "text_completion", "model": MODEL, "choices": [{"index": 0, "prompt_logprobs": [None, *told]}]}
 
 

@@ -362,7 +362,7 @@ def test_a_chunk_of_a_batch_cuts_every_tensor_of_its_tokens() -> None:
     batch = batch_of([-1.0, -2.0, -3.0], [1.0, 2.0, 3.0])
     chunk = batch.chunk(slice(1, 3))
     per_token = [f.name for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)]
-    assert len(per_token) == 12
+    assert len(per_token) == 14
     for name in per_token:
         torch.testing.assert_close(getattr(chunk, name), getattr(batch, name)[1:3], equal_nan=True)
     assert (chunk.num_rows, chunk.cp_group) == (batch.num_rows, batch.cp_group)

@@ -271,6 +271,40 @@ def test_the_gap_to_the_teacher_is_a_metric_of_the_scored_tokens() -> None:
     assert "rl/distill/kl" not in without.metrics()
 
 
+def with_tops(row: TrainSample, num_top: int = 3) -> TrainSample:
+    """A scored row with the teacher's likeliest tokens in place of each."""
+    if not row.has_teacher:
+        return row
+    num = row.num_loss_tokens
+    ids = tuple((7 * i + k) % 250 for i in range(num) for k in range(num_top))
+    return replace(row, top_ids=ids, top_logps=tuple(-1.0 - (i % 5) / 3 for i in range(len(ids))))
+
+
+@pytest.mark.parametrize("normalise", ["token", "sample", "budget"])
+def test_the_distance_to_the_teachers_distribution_does_not_depend_on_micro_batches(normalise: str) -> None:
+    rows = [with_tops(row) for row in scored_samples(9)]
+    cfg = rl_config(lm_coef=0.1, distill={"coef": 0.7, "normalise": normalise})
+    whole = micro_losses(rows, pack(rows, tokens_per_microbatch=1 << 20).micro_batches, cfg)
+    single = micro_losses(rows, pack(rows, tokens_per_microbatch=1).micro_batches, cfg)
+    assert whole[0] == pytest.approx(single[0], rel=1e-6)
+    torch.testing.assert_close(whole[1], single[1], rtol=1e-5, atol=1e-10)
+    assert whole[2].metrics() == pytest.approx(single[2].metrics(), rel=1e-5)
+
+
+def test_the_gradient_towards_a_teachers_distribution_is_the_difference_of_both() -> None:
+    """Policy 3/4, 1/4; teacher 1/2, 1/2: dKL/dz = policy - teacher, whatever token was sampled and without a ratio."""
+    row = sample("p", [0], [-9.0], advantage=0.0, teacher=[math.log(0.5)])
+    row = replace(row, top_ids=(0, 1), top_logps=(math.log(0.5),) * 2)
+    (micro,) = pack([row], tokens_per_microbatch=1 << 20).micro_batches
+    logits = torch.tensor([[math.log(3.0), 0.0]], dtype=torch.float64, requires_grad=True)
+    cfg, stats = rl_config(distill={"coef": 2.0}), TokenStats(CPU)
+    loss_head(batch_of(micro, [row], cfg), cfg, stats)(logits, torch.eye(2, dtype=torch.float64)).loss.backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist()[0] == pytest.approx([2 * 0.25, 2 * -0.25])
+    kl = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
+    assert stats.metrics()["rl/distill/kl"] == pytest.approx(kl)
+
+
 def test_statistics_by_hand() -> None:
     rows, logps = three_responses()
     (micro,) = pack(rows, tokens_per_microbatch=1 << 20).micro_batches

@@ -25,7 +25,7 @@ from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import METRICS_FILE, MetricsFile, read_metrics
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
 from klear_core.rl.loop import run_rl, train_rl
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
 
@@ -155,7 +155,7 @@ def test_a_run_killed_while_its_last_model_is_scored_gets_this_score_when_it_goe
 def test_real_scores_have_intervals_and_leave_the_weights_as_they_are_without(base: Path, tmp_path: Path) -> None:
     problems = problem_artifact(tmp_path / "problems", PROBLEMS)
     group_filter = {"zero_advantage": "off"}  # the real judge finds nothing right in what this model says
-    opened = partial(open_inline_eval, toy_curve(tmp_path), build_judge_pool, seed=0)
+    opened = partial(open_inline_eval, toy_curve(tmp_path), JudgePool, seed=0)
     telemetry = Points()
     for name, inline_eval in (("with", {"open_inline_eval": opened}), ("without", {})):
         setup = RlSetup(

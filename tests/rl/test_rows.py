@@ -73,3 +73,15 @@ def test_only_scored_rows_bring_teacher_log_probs() -> None:
     assert len(rows[1].teacher_logps) == 0
     assert [len(row.teacher_logps) for row in samples_here(rows)] == [samples[0].num_tokens, 0, samples[3].num_tokens]
     assert len(tokens_of(random_samples(3), [0, 1, 2]).teacher_logps) == 0
+
+
+def test_a_rank_has_the_likeliest_tokens_of_its_own_rows() -> None:
+    samples = []
+    for i, row in enumerate(scored_samples(4)):
+        num = 2 * row.num_loss_tokens if row.has_teacher else 0
+        samples.append(replace(row, top_ids=tuple(range(i, i + num)), top_logps=(-float(i),) * num))
+    rows = with_tokens(counts_of(samples), tokens_of(samples, [3, 2, 0]))
+    for i in (0, 2, 3):
+        assert tuple(rows[i].top_ids.tolist()) == samples[i].top_ids
+        assert rows[i].sample().top_logps == samples[i].top_logps
+    assert (rows[1].num_tops, len(rows[1].top_ids)) == (len(samples[1].top_ids), 0)

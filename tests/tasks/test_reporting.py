@@ -20,7 +20,6 @@ from klear_core.errors import DataError, DiskFullError, ResourceError, reporting
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import open_store, workspace_root
 from tasks import tracking
-from tasks.mlflow_database import ensure_database
 from tasks.progress import Attempt, Console, console, shown_on
 from tasks.stage import is_worth_a_retry, run_stage
 from tasks.tracking import RunInfo
@@ -72,22 +71,12 @@ def no_terminal(_workspace: WorkspaceConfig) -> None:
 STEPS = [no_records, no_mlflow, no_terminal]
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made once, because making it takes seconds."""
-    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    ensure_database(file)
-    return file
-
-
 @pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Path) -> Iterator[WorkspaceConfig]:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracked: Path) -> Iterator[WorkspaceConfig]:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    (tmp_path / "ws" / "mlflow").mkdir(parents=True)
-    shutil.copy(database, tmp_path / "ws" / "mlflow")
     TERMINAL.is_broken = False
     with shown_on(TERMINAL):
-        yield WorkspaceConfig(root=str(tmp_path / "ws"), store=(tmp_path / "store").as_uri())
+        yield WorkspaceConfig(root=str(tracked), store=(tmp_path / "store").as_uri())
 
 
 def run(workspace: WorkspaceConfig, end: Callable[[], None]) -> ArtifactRef:

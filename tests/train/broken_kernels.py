@@ -74,9 +74,9 @@ class SpoiltPasses(Passes):
         super().__init__()
         self._fault, self._is_gradient = fault, is_gradient
 
-    def read(self, z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool) -> Reading:
-        reading = super().read(z_CV, target_C1, need_entropy=need_entropy)
-        return reading if self._is_gradient else reading._replace(logp_C=self._fault(reading.logp_C))
+    def read(self, z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool) -> Reading:
+        reading = super().read(z_CV, token_CJ, need_entropy=need_entropy)
+        return reading if self._is_gradient else reading._replace(logp_CJ=self._fault(reading.logp_CJ))
 
     def grad(self, *arguments: Any, **others: Any) -> Tensor:
         found = super().grad(*arguments, **others)

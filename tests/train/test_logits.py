@@ -15,7 +15,11 @@ def chunk(num_tokens, vocab, *, seed=0):
 
 def both_passes(passes, z, target, dlogp, dentropy=None, *, need_entropy=True, dtype=torch.float32):
     reading = passes.read(z := z.clone(), target, need_entropy=need_entropy)
-    return reading.logp_C, reading.entropy_C, passes.grad(z, reading, target, dlogp, dentropy, dtype=dtype)
+    return (
+        reading.logp_CJ[:, 0],
+        reading.entropy_C,
+        passes.grad(z, reading, target, dlogp[:, None], dentropy, dtype=dtype),
+    )
 
 
 class Backend:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from klear_core.products import instructions
-from klear_core.train.logps import chunk_size, fused_loss, token_logps
+from klear_core.train.logps import Rivals, chunk_size, fused_loss, token_logps
 
 F64 = torch.float64
 
@@ -51,6 +51,43 @@ def test_gradient_of_one_token_is_p_minus_onehot():
     fused_loss(h, w, torch.tensor([0]), lambda logp, _e, _w: -logp).loss.backward()
     assert w.grad.flatten().tolist() == pytest.approx([-0.75, 0.75])
     assert h.grad.item() == pytest.approx(0.75 * math.log(3.0))
+
+
+def test_a_rival_pulls_like_a_target_of_its_weight():
+    """p = 1/4, 3/4; the loss is -0.4 log p_1 beside -log p_0, so dz = 1.4 p - (1, 0.4)."""
+    h = torch.tensor([[1.0]], requires_grad=True)
+    w = torch.tensor([[0.0], [math.log(3.0)]], requires_grad=True)
+    rivals = Rivals(torch.tensor([[1]]), torch.tensor([[0.4]]))
+    out = fused_loss(h, w, torch.tensor([0]), lambda logp, _e, _w: -logp, rivals=rivals)
+    assert out.rival_N.tolist() == pytest.approx([0.4 * math.log(0.75)])
+    assert out.loss.item() == pytest.approx(-math.log(0.25) - 0.4 * math.log(0.75))
+    out.loss.backward()
+    assert w.grad.flatten().tolist() == pytest.approx([1.4 / 4 - 1, 1.4 * 3 / 4 - 0.4])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("tokens_per_chunk", [1, 4, 13])
+def test_rivals_equal_plain_float64_also_where_the_target_is_one(temperature, tokens_per_chunk):
+    h, w, target = inputs()
+    ids = torch.stack([target, (target + 1) % 11, (target + 5) % 11], dim=1)
+    ids[::2, 0] = (target[::2] + 3) % 11
+    weights, weight = torch.rand(13, 3, dtype=F64), torch.linspace(-1, 2, 13, dtype=F64)
+    logp_NV = torch.log_softmax(h @ w.T / temperature, dim=-1)
+    want = wavy(*plain(h, w, target, temperature), weight).sum() - (weights * logp_NV.gather(1, ids)).sum()
+    want_grads = torch.autograd.grad(want, (h, w))
+
+    got = fused_loss(
+        h,
+        w,
+        target,
+        lambda lp, e, at: wavy(lp, e, weight[at]),
+        need_entropy=True,
+        temperature=temperature,
+        max_logits=tokens_per_chunk * 11,
+        rivals=Rivals(ids, weights),
+    )
+    torch.testing.assert_close(got.loss, want)
+    torch.testing.assert_close(torch.autograd.grad(got.loss, (h, w)), want_grads)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])

@@ -8,13 +8,13 @@ from verify_builders import code_config
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.errors import SandboxError
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 
 @pytest.fixture(scope="session")
 def sandbox_name() -> str:
     """The sandbox that isolates here. Elsewhere tests skip and say why; in CI they must run."""
-    with build_judge_pool(VerifyConfig(runtime=VerifyRuntime(math_workers=1, code_workers=1))) as pool:
+    with JudgePool(VerifyConfig(runtime=VerifyRuntime(math_workers=1, code_workers=1))) as pool:
         try:
             return pool.check_sandbox()
         except SandboxError as e:
@@ -26,12 +26,12 @@ def sandbox_name() -> str:
 @pytest.fixture(scope="session")
 def code_pool(sandbox_name: str) -> Iterator[JudgePool]:
     """One pool for all tests of code, soft scores."""
-    with build_judge_pool(code_config()) as pool:
+    with JudgePool(code_config()) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def math_pool() -> Iterator[JudgePool]:
     """One pool for all tests of math: the default settings, and so much time that none runs out of it on a slow machine."""
-    with build_judge_pool(VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=2))) as pool:
+    with JudgePool(VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=2))) as pool:
         yield pool

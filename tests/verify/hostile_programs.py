@@ -2,7 +2,7 @@
 """Programs that attack the machine or the verdict. The task is to add two integers; the score each one honestly earns is 0.
 
 `SCRIPTS` read standard input, `CALLS` are judged by calls of `add`, `ASSERTED` by assertions on `add`. `SPINNING` programs burn CPU
-and `WAITING` ones wall clock until a limit ends them; all others end by themselves.
+and `WAITING` ones wall clock until a limit ends them, `FILLING` ones take memory; all others end by themselves.
 """
 
 SCRIPTS = {
@@ -151,7 +151,7 @@ HOSTILE_FILES = "klear_"  # what their names begin with, wherever these programs
 
 SPINNING = {
     "quiet fork bomb", "memfd bomb", "endless loop", "catastrophic C call", "signals ignored", "signals blocked", "deep recursion in C",
-    "CPU in children", "quits in a thread", "endless result", "huge integer",
+    "CPU in children", "quits in a thread", "huge integer",
 }  # fmt: skip
 WAITING = {
     "endless sleep",
@@ -162,3 +162,4 @@ WAITING = {
     "sudo and friends",
     "half a frame",
 }
+FILLING = {"memory bomb", "memory bomb in many processes", "endless result", "huge result"}

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001
 """Right and wrong math answers by class: (reference, answer), each of which one can check by hand.
 
-`test_math_probes.py` judges them, and docs/judging.md has the share of each class. Answers are boxed, except those of
+`test_math_probes.py` judges them, and docs/data/verdicts.md has the share of each class. Answers are boxed, except those of
 NO_BOX and NO_BOX_WRONG, which are complete texts after `</think>`.
 """
 

@@ -23,7 +23,7 @@ from verify_builders import (
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import CodeReference, Outcome, Problem, Verdict
-from klear_core.verify import JudgePool, build_judge_pool, faulty_references
+from klear_core.verify import JudgePool, faulty_references
 from klear_core.verify.client import Fault, MathTask, Task
 
 THE_MODELS = (Outcome.SCORED, Outcome.NO_ANSWER)
@@ -125,7 +125,7 @@ REFERENCES += [
 @pytest.fixture(scope="module")
 def quick_pool() -> Iterator[JudgePool]:
     """A short limit of CPU time: a bomb needs more, and no reference here, also not the first one of a worker, which loads the parser."""
-    with build_judge_pool(VerifyConfig(math=MathConfig(cpu_s=0.6), runtime=VerifyRuntime(math_workers=2))) as pool:
+    with JudgePool(VerifyConfig(math=MathConfig(cpu_s=0.6), runtime=VerifyRuntime(math_workers=2))) as pool:
         yield pool
 
 
@@ -139,7 +139,7 @@ def unscored(pool: JudgePool, problems: list[Problem], responses: list[str]) -> 
 
 def test_no_boxed_text_leaves_a_math_answer_unscored(quick_pool: JudgePool) -> None:
     unboxed = [f"{THINK}The answer is {bomb}." for bomb in BOMBS[:4]]
-    assert unscored(quick_pool, [math_problem(gold) for gold in REFERENCES[2:4]], [boxed(bomb) for bomb in BOMBS]) == {}
+    assert unscored(quick_pool, [math_problem(REFERENCES[2])], [boxed(bomb) for bomb in BOMBS]) == {}
     assert unscored(quick_pool, [math_problem(gold) for gold in REFERENCES], [boxed(BOMBS[0])]) == {}
     assert unscored(quick_pool, [math_problem("73")], unboxed) == {}
 
@@ -159,16 +159,15 @@ def test_a_reference_that_exceeds_the_limits_by_itself_scores_no_answer(quick_po
 def test_no_output_leaves_a_checked_program_unscored(code_pool: JudgePool, name: str) -> None:
     reference = CHECKED[name]
     programs = [f"import sys\nsys.stdout.buffer.write({text.encode('utf-8', 'surrogatepass')!r})" for text in OUTPUTS]
-    responses = [
-        fenced(program) for program in [*programs, *PROGRAMS] if reference.test_kind == "stdin" or "add" in program
-    ]
-    assert unscored(code_pool, [problem(reference)], responses[:24]) == {}
+    if name == "picks":  # by calls: what the program returns
+        programs = [program for program in PROGRAMS if "add" in program][:24]
+    assert unscored(code_pool, [problem(reference)], [fenced(program) for program in programs]) == {}
 
 
 def test_a_checker_that_spins_on_an_output_makes_the_program_wrong(sandbox_name: str) -> None:
     """A test that spins counts as a time-out of the program, of which one is allowed here."""
     reference = stdin_reference(("", "yes\n"), ("", "yes\n"), checker=SPINS)
-    with build_judge_pool(code_config(max_timeouts=1)) as pool:
+    with JudgePool(code_config(max_timeouts=1)) as pool:
         verdict = pool.judge(problem(reference), fenced("print('no')"))
     assert (verdict.outcome, verdict.score, "stopped after 1" in verdict.detail) == (Outcome.SCORED, 0.0, True), verdict
 
@@ -183,7 +182,8 @@ ASSERTED = {
 
 @pytest.mark.parametrize("name", ASSERTED)
 def test_no_program_leaves_assertions_unscored(code_pool: JudgePool, name: str) -> None:
-    assert unscored(code_pool, [problem(ASSERTED[name])], [fenced(program) for program in PROGRAMS]) == {}
+    programs = PROGRAMS if name in ("plain", "caught") else PROGRAMS[::3]
+    assert unscored(code_pool, [problem(ASSERTED[name])], [fenced(program) for program in programs]) == {}
 
 
 def test_no_program_leaves_calls_and_outputs_unscored(code_pool: JudgePool) -> None:
@@ -239,7 +239,7 @@ def test_a_test_that_fails_its_trial_is_left_out_by_name_and_the_others_judge(
 
 def test_all_tests_but_one_may_fail_their_trial_and_no_program_is_unscored_then(code_pool: JudgePool) -> None:
     reference, fault = ONE_BROKEN[2]
-    assert unscored(code_pool, [problem(reference)], [fenced(program) for program in PROGRAMS]) == {}
+    assert unscored(code_pool, [problem(reference)], [fenced(program) for program in PROGRAMS[::3]]) == {}
     (note,) = code_pool.notes_on_trials([problem(reference)])
     assert f"1 of 3 tests can be run; {fault}" in note
 

@@ -12,7 +12,7 @@ from klear_core.config.curate import DifficultyConfig
 from klear_core.config.data import REASONING_GYM, GymSource
 from klear_core.config.verify import GYM_JUDGE, VerifyConfig
 from klear_core.data.candidates import problem_from
-from klear_core.data.sources import read_source
+from klear_core.data.generated.gym import as_candidates, problems_here
 from klear_core.types import AnswerToJudge, CustomReference, Domain, Outcome, Problem
 from klear_core.verify import JudgePool, gym
 
@@ -49,8 +49,8 @@ def think(answer: str) -> str:
 
 def test_a_problem_of_a_source_is_judged_by_its_answer(pool):
     source = GymSource.model_validate({"task": "chain_sum", "num_problems": 1})
-    (row,) = read_source(source, seed=0)
-    asked = problem_from(row, DifficultyConfig())  # type: ignore[arg-type]
+    (row,) = as_candidates(source, problems_here(source, seed=0))
+    asked = problem_from(row, DifficultyConfig())
     assert pool.judge(asked, think(boxed(value_of(asked)["answer"]))).is_correct
     assert not pool.judge(asked, think(boxed("no"))).is_correct
 

@@ -9,7 +9,7 @@ from verify_builders import call_reference, fenced, problem, stdin_reference
 
 from klear_core.config.verify import BENCHMARK_CODE, VerifyConfig, VerifyRuntime
 from klear_core.types import CodeReference
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 IS_RIGHT = json.loads(VERDICTS.read_text())["is_right"]
 
@@ -39,7 +39,7 @@ SLOW = ("a loop without end", "a sleep of one second")
 def benchmark_pool(sandbox_name: str) -> Iterator[JudgePool]:
     """A pool with the rules of evaluation, and more time than the slowest machine needs."""
     rules = BENCHMARK_CODE.model_copy(update={"cpu_s": 30.0})
-    with build_judge_pool(VerifyConfig(code=rules, runtime=VerifyRuntime(math_workers=1, code_workers=2))) as pool:
+    with JudgePool(VerifyConfig(code=rules, runtime=VerifyRuntime(math_workers=1, code_workers=2))) as pool:
         yield pool
 
 

@@ -12,7 +12,7 @@ from verify_builders import math_problem
 from klear_core.types import Verdict
 from klear_core.verify import JudgePool
 
-PAGE = Path(__file__).parents[2] / "docs" / "judging.md"
+PAGE = Path(__file__).parents[2] / "docs" / "data" / "verdicts.md"
 KINDS = list(dict.fromkeys(probe.kind for probe in probes()))
 SEED, NUM_REFERENCES = 20, 120
 
@@ -48,17 +48,6 @@ def test_right_answers_of_a_class_are_accepted_and_wrong_ones_are_not(
 def test_every_reference_is_right_against_itself(math_pool: JudgePool) -> None:
     golds = list(dict.fromkeys(probe.gold for probe in probes()))
     assert misjudged(math_pool, [boxed_probe("itself", gold, gold, is_right=True) for gold in golds]) == []
-
-
-def test_errors_are_at_most_half_of_bare_math_verify(errors: list[tuple[Probe, str]]) -> None:
-    from math_verify import parse, verify
-
-    num_bare_errors = 0
-    for probe in probes():
-        # Its own time limits need a signal in the main thread; none of the probes takes long.
-        gold, answer = (parse(t, parsing_timeout=None) for t in (rf"\boxed{{{probe.gold}}}", probe.response))
-        num_bare_errors += bool(verify(gold, answer, timeout_seconds=None)) is not probe.is_right
-    assert len(errors) * 2 <= num_bare_errors
 
 
 def test_the_page_has_the_number_of_probes_of_each_class() -> None:

@@ -8,16 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
 from verify_builders import ADD_STDIN, boxed, code_config, fenced, math_problem, problem, stdin_reference
 
-from klear_core.config.verify import MathConfig, SandboxConfig, VerifyConfig, VerifyRuntime
+from klear_core.config.verify import CodeConfig, MathConfig, SandboxConfig, VerifyConfig, VerifyRuntime
 from klear_core.errors import JudgeError, SandboxError
 from klear_core.types import Domain, Outcome, UnverifiableReference, Verdict
-from klear_core.verify import JudgeHealth, JudgePool, build_judge_pool
+from klear_core.verify import JudgeHealth, JudgePool
 from klear_core.verify.client import CheckSandbox, JudgeClient
+from klear_core.verify.code.judge import verdict_of
 
 ONE_WORKER = VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=1, code_workers=1))
 PATIENCE_S = 120.0
@@ -28,15 +30,26 @@ def server_of(pool: JudgePool) -> psutil.Process:
     return psutil.Process(pool._client._link.process.pid)
 
 
+@pytest.fixture(scope="module")
+def math_worker() -> Iterator[JudgePool]:
+    """One pool for the tests that leave it as it is."""
+    with JudgePool(ONE_WORKER) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize(("score", "expected"), [("soft", 1 / 3), ("hard", 0.0), ("plus_minus", -1 / 3)])
-def test_the_score_of_one_test_in_three(sandbox_name: str, score: str, expected: float) -> None:
-    with build_judge_pool(code_config(score=score)) as pool:
-        assert pool.judge(problem(ADD_STDIN), fenced(HALF_RIGHT)).score == pytest.approx(expected)
+def test_the_score_of_one_test_in_three(score: str, expected: float) -> None:
+    verdict = verdict_of(1, 3, "", CodeConfig.model_validate({"score": score}))
+    assert verdict.score == pytest.approx(expected)
+
+
+def test_a_program_is_scored_by_the_tests_that_it_passes(code_pool: JudgePool) -> None:
+    assert code_pool.judge(problem(ADD_STDIN), fenced(HALF_RIGHT)).score == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(("score", "expected"), [("soft", 0.0), ("hard", 0.0), ("plus_minus", -1.0)])
 def test_an_answer_without_its_tag_scores_as_one_without_a_program(score: str, expected: float) -> None:
-    with build_judge_pool(code_config(score=score)) as pool:
+    with JudgePool(code_config(score=score)) as pool:
         untagged = pool.judge(problem(ADD_STDIN), "```python\nprint(1)\n```")
         without_program = pool.judge(problem(ADD_STDIN), "<think> x </think> I do not know.")
     assert (untagged.outcome, without_program.outcome) == (Outcome.NO_ANSWER, Outcome.NO_ANSWER)
@@ -44,13 +57,14 @@ def test_an_answer_without_its_tag_scores_as_one_without_a_program(score: str, e
 
 
 def test_the_hard_score_stops_at_the_first_failure(sandbox_name: str) -> None:
-    with build_judge_pool(code_config(score="hard")) as pool:
-        assert "stopped after 1" in pool.judge(problem(ADD_STDIN), fenced("print(0)")).detail
+    with JudgePool(code_config(score="hard")) as pool:
+        verdict = pool.judge(problem(ADD_STDIN), fenced(HALF_RIGHT))
+    assert (verdict.score, "stopped after 2" in verdict.detail) == (0.0, True), verdict
 
 
 def test_tests_after_too_many_timeouts_are_not_run(sandbox_name: str) -> None:
     reference = stdin_reference(*((str(i), "1") for i in range(6)))
-    with build_judge_pool(code_config(cpu_s=0.5, max_timeouts=2)) as pool:
+    with JudgePool(code_config(cpu_s=0.2, max_timeouts=2)) as pool:
         assert "stopped after 2" in pool.judge(problem(reference), fenced("while True: pass")).detail
 
 
@@ -59,7 +73,9 @@ def test_missing_code_is_no_answer(code_pool: JudgePool) -> None:
     assert code_pool.judge(problem(ADD_STDIN), "</think>print(3)").outcome is Outcome.NO_ANSWER
 
 
-def test_a_caller_that_is_cancelled_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_caller_that_is_cancelled_leaves_no_error_behind(
+    math_worker: JudgePool, caplog: pytest.LogCaptureFixture
+) -> None:
     """RL cancels the answers of a group that it needs no more, some of which are being judged."""
 
     async def cancel_one_and_ask_again(pool: JudgePool) -> Verdict:
@@ -69,59 +85,54 @@ def test_a_caller_that_is_cancelled_leaves_no_error_behind(caplog: pytest.LogCap
         await asyncio.gather(first, return_exceptions=True)
         return await pool.judge_async(math_problem(r"\sqrt{3}+x"), boxed(r"x+\sqrt{3}"))
 
-    with build_judge_pool(ONE_WORKER) as pool:
-        assert asyncio.run(cancel_one_and_ask_again(pool)).score == 1.0
+    assert asyncio.run(cancel_one_and_ask_again(math_worker)).score == 1.0
     assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_easy_verdicts_start_no_process() -> None:
-    with build_judge_pool(ONE_WORKER) as pool:
+    with JudgePool(ONE_WORKER) as pool:
         assert [pool.judge(math_problem("7"), boxed(a)).score for a in ("7", "8", "07")] == [1.0, 0.0, 1.0]
         assert pool._client._link is None
 
 
-def test_the_first_verdict_comes_before_the_last_answer_is_submitted() -> None:
-    with build_judge_pool(ONE_WORKER) as pool:
-        first = pool.submit(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}"))
-        assert first.result(timeout=PATIENCE_S).score == 1.0
-        assert pool.submit(math_problem(r"\sqrt{12}"), boxed(r"2\sqrt{3}")).result(timeout=PATIENCE_S).score == 1.0
+def test_the_first_verdict_comes_before_the_last_answer_is_submitted(math_worker: JudgePool) -> None:
+    first = math_worker.submit(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}"))
+    assert first.result(timeout=PATIENCE_S).score == 1.0
+    assert math_worker.submit(math_problem(r"\sqrt{12}"), boxed(r"2\sqrt{3}")).result(timeout=PATIENCE_S).score == 1.0
 
 
-def test_async_judging_overlaps() -> None:
+def test_async_judging_overlaps(math_worker: JudgePool) -> None:
     async def judge_all(pool: JudgePool) -> list[Verdict]:
         return await asyncio.gather(
             *(pool.judge_async(math_problem("x+1"), boxed(f"x+{i + 1}-{i}")) for i in range(1, 20))
         )
 
-    with build_judge_pool(ONE_WORKER) as pool:
-        assert [v.score for v in asyncio.run(judge_all(pool))] == [1.0] * 19
+    assert [v.score for v in asyncio.run(judge_all(math_worker))] == [1.0] * 19
 
 
-def test_judging_from_many_threads() -> None:
+def test_judging_from_many_threads(math_worker: JudgePool) -> None:
     scores: list[float] = []
-    with build_judge_pool(ONE_WORKER) as pool:
-        threads = [
-            threading.Thread(
-                target=lambda: scores.append(pool.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score)
-            )
-            for _ in range(16)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+
+    def judge_one() -> None:
+        scores.append(math_worker.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score)
+
+    threads = [threading.Thread(target=judge_one) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert scores == [1.0] * 16
 
 
 def test_a_judging_process_that_is_killed_is_replaced_and_the_answer_judged() -> None:
-    with build_judge_pool(ONE_WORKER) as pool:
+    with JudgePool(ONE_WORKER) as pool:
         assert pool.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score == 1.0
         server_of(pool).kill()
         assert pool.judge(math_problem(r"\sqrt{8}"), boxed(r"\sqrt{2}+\sqrt{2}")).score == 1.0
 
 
 def test_a_worker_that_is_killed_is_replaced_and_the_answer_judged(sandbox_name: str) -> None:
-    with build_judge_pool(code_config()) as pool:
+    with JudgePool(code_config()) as pool:
         pool.check_sandbox()  # from here on only workers start jails
         server = server_of(pool)
         slow = pool.submit(problem(stdin_reference(("", "1\n"))), fenced("import time\ntime.sleep(2)\nprint(1)"))
@@ -133,7 +144,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_answer_judged(sandbox_name:
 
 
 def test_closing_twice_and_judging_again_is_fine() -> None:
-    pool = build_judge_pool(ONE_WORKER)
+    pool = JudgePool(ONE_WORKER)
     assert pool.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score == 1.0
     pool.close()
     pool.close()
@@ -142,7 +153,7 @@ def test_closing_twice_and_judging_again_is_fine() -> None:
 
 
 def test_closing_with_an_answer_pending_judges_it_no_more() -> None:
-    pool = build_judge_pool(ONE_WORKER)
+    pool = JudgePool(ONE_WORKER)
     pending = pool.submit(math_problem("73"), boxed("9^{9^{9^{9}}}"))
     pool.close()
     verdict = pending.result(timeout=PATIENCE_S)
@@ -178,8 +189,8 @@ def test_the_judging_process_reads_on_while_its_answers_are_not_read() -> None:
 
 def test_nothing_runs_on_when_the_caller_is_killed() -> None:
     script = (
-        "from klear_core.verify import build_judge_pool\nfrom klear_core.config.verify import *\nfrom klear_core.types import *\nimport time\n"
-        "pool = build_judge_pool(VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=1)))\n"
+        "from klear_core.verify import JudgePool\nfrom klear_core.config.verify import *\nfrom klear_core.types import *\nimport time\n"
+        "pool = JudgePool(VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=1)))\n"
         "p = Problem(problem_id='p', source='s', domain=Domain.MATH, question='', reference=MathReference(answers=('1/2',)), difficulty=Difficulty.EASY)\n"
         "pool.judge(p, '</think>0.5')\nprint(pool._client._link.process.pid, flush=True)\ntime.sleep(1000)"
     )
@@ -217,7 +228,7 @@ def test_wrong_answers_stop_nothing_and_bad_references_count_as_failures() -> No
 
 
 def test_references_that_cannot_be_used_are_noted_before_anything_is_spent() -> None:
-    with build_judge_pool(ONE_WORKER) as pool:
+    with JudgePool(ONE_WORKER) as pool:
         (note,) = pool.prepare([math_problem("7"), math_problem(r"\sqrt{2}"), math_problem(r"\frac{1")])
     assert note.startswith(
         "1 of 3 references cannot be used (1 bad_reference), their answers get no score: problem p0: no"
@@ -225,24 +236,24 @@ def test_references_that_cannot_be_used_are_noted_before_anything_is_spent() -> 
 
 
 def test_running_with_less_isolation_is_noted() -> None:
-    assert build_judge_pool(ONE_WORKER).notes == ()
-    assert "rlimits-only" in build_judge_pool(VerifyConfig(sandbox="rlimits-only")).notes[0]
+    assert JudgePool(ONE_WORKER).notes == ()
+    assert "rlimits-only" in JudgePool(VerifyConfig(sandbox="rlimits-only")).notes[0]
 
 
 def test_math_alone_needs_no_sandbox_and_no_process() -> None:
-    with build_judge_pool(VerifyConfig(sandbox="firejail", limits=SandboxConfig(python="/nowhere/python"))) as pool:
+    with JudgePool(VerifyConfig(sandbox="firejail", limits=SandboxConfig(python="/nowhere/python"))) as pool:
         assert pool.prepare([math_problem("7")]) == ()
 
 
 def test_code_without_a_working_sandbox_is_refused_before_anything_is_spent() -> None:
     broken = VerifyConfig(sandbox="rlimits-only", limits=SandboxConfig(python="/nowhere/python"))
-    with build_judge_pool(broken) as pool, pytest.raises(SandboxError, match="/nowhere/python"):
+    with JudgePool(broken) as pool, pytest.raises(SandboxError, match="/nowhere/python"):
         pool.prepare([problem(ADD_STDIN)])
 
 
 def test_a_problem_without_reference_gets_its_own_outcome_and_needs_no_sandbox() -> None:
     bare = UnverifiableReference(domain=Domain.CODE, why="the source has no tests")
-    with build_judge_pool(VerifyConfig(sandbox="firejail", limits=SandboxConfig(python="/nowhere/python"))) as pool:
+    with JudgePool(VerifyConfig(sandbox="firejail", limits=SandboxConfig(python="/nowhere/python"))) as pool:
         assert pool.prepare([problem(bare)]) == ()
         verdict = pool.judge(problem(bare), "no answer at all")
     assert verdict.outcome is Outcome.UNVERIFIABLE

@@ -185,8 +185,9 @@ def _check_floors(plan: Plan, segments: Segments) -> Iterator[str]:
         parts = [part for part in segments.parts if part.source == number]
         for part in parts:
             lost.update(part.lost)
+        num_rows = sum(part.num_rows for part in parts)
         yield from check_yield(
-            LedgerStep.of(READ, "row", num_in=sum(part.num_rows for part in parts), dropped=lost),
+            LedgerStep.of(READ, "row", num_in=num_rows, dropped=lost),
             f"rows of source {source.name!r} can be used",
             plan.cfg.runtime.read,
             key="curate.runtime.read",
@@ -216,11 +217,14 @@ def _ledger(state: State, leaks: LeakCounts) -> tuple[LedgerStep, ...]:
         drops.count("decontaminate", reason, n)
     for drop in state.not_selected():
         drops.count(SELECT, drop.reason)
+    read_of = {f"rows_of_{name}": n for name, n in rows.items()}
+    clean_of = {f"kept_of_{name}": clean[name] for name in rows}
+    kept_of = {f"kept_of_{name}": kept[name] for name in rows}
     noted = {
-        READ: {f"rows_of_{name}": n for name, n in rows.items()},
+        READ: read_of,
         "dedup": merged.noted,
-        "decontaminate": {f"kept_of_{name}": clean[name] for name in rows} | counts_by_rule(leaks.num_by_rules),
-        SELECT: {f"kept_of_{name}": kept[name] for name in rows},
+        "decontaminate": clean_of | counts_by_rule(leaks.num_by_rules),
+        SELECT: kept_of,
     }
     units = {READ: "row", "length": "problem", "dedup": "problem", "decontaminate": "problem"}
     if plan.cfg.select.is_on:

@@ -256,10 +256,10 @@ class LeakFilter:
         self._near_share = near_share
         self._near_shared = near_shared
         self._shingle = shingles.length
-        self._word_grams = HashSet(_hashes_of(words, ngram).values)
+        self._word_grams = HashSet(full_runs(token_codes(words), ngram).values)
         common = [gram.split(" ") for gram in shingles.common]
-        self._common = HashSet(_hashes_of(common, self._shingle).values)
-        hashes = _hashes_of(tokens, self._shingle)
+        self._common = HashSet(full_runs(token_codes(common), self._shingle).values)
+        hashes = full_runs(token_codes(tokens), self._shingle)
         question = np.repeat(np.arange(len(tokens)), hashes.lengths())
         is_rare = ~self._common.has(hashes.values)
         rare, question = hashes.values[is_rare], question[is_rare]
@@ -312,11 +312,6 @@ class LeakFilter:
         # The prompt's number above 40 bits of the hash: two runs with equal bits count as one, hence "a little fewer".
         packed = (prompt[is_rare].astype(np.uint64) << np.uint64(40)) | (hashes.values[is_rare] >> np.uint64(24))
         return np.bincount((distinct(packed) >> np.uint64(40)).astype(np.int64), minlength=num_prompts)
-
-
-def _hashes_of(texts: Sequence[Sequence[str]], length: int) -> Ragged:
-    """Return the hashes of each text's runs of `length` tokens; a shorter text has none."""
-    return full_runs(token_codes(texts), length)
 
 
 # ---- gram index ----

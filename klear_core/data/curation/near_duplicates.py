@@ -94,7 +94,8 @@ def near_table(
     told = [sorted(m.told) for m in marks]
     # A question without answers, or with few facts, is in the bucket of its first band once more: no new pairs.
     first_N = sketches.band_keys_BN[0]
-    answers_N = np.array([m.first_answer for m in marks], dtype=np.uint64)
+    # References that agree are found by the smallest of their answers' hashes.
+    answers_N = np.array([min(m.answers, default=0) for m in marks], dtype=np.uint64)
     by_answer_N = np.where(answers_N, facts_N ^ answers_N, first_N)
     by_facts_N = np.where(num_facts_N >= _FEW_FACTS, facts_N, first_N)
     return NearTable(
@@ -372,11 +373,6 @@ class ReferenceMarks:
         """Return whether all answers, or the tests that are compared, of one reference are among the other's."""
         mine, others = self.answers, other.answers
         return bool(mine and others) and (mine <= others or others <= mine)
-
-    @property
-    def first_answer(self) -> int:
-        """Return the smallest of the answers' hashes, by which references that agree are found; 0 if there is none."""
-        return min([one for one in self.told if not one & _OF_NAME], default=0)
 
     @property
     def answers(self) -> frozenset[int]:

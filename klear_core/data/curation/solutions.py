@@ -19,7 +19,7 @@ from klear_core.data.curation.write import State, candidates_of
 from klear_core.errors import SandboxError
 from klear_core.metrics import Telemetry
 from klear_core.types import CodeReference, Outcome, Verdict
-from klear_core.verify.judge_pool import JudgePool, build_judge_pool
+from klear_core.verify.judge_pool import JudgePool
 
 FAILING = "failing_solutions"
 """Table of the problems whose published solution fails, and ledger step of the check."""
@@ -62,7 +62,7 @@ def check_solutions(state: State, workdir: Path, verify: VerifyConfig, telemetry
     parts = [solved[i : i + _PROBLEMS_PER_FILE] for i in range(0, len(solved), _PROBLEMS_PER_FILE)]
     files = [state.folder / "solutions" / f"{number:05d}.json" for number in range(len(parts))]
     verify = verify.model_copy(update={"code": verify.code.model_copy(update={"max_tests": 0})})
-    with build_judge_pool(verify) as judges:
+    with JudgePool(verify) as judges:
         try:
             judges.check_sandbox()
         except SandboxError as e:

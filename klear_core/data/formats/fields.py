@@ -129,11 +129,11 @@ def best_fit(row: Fields, formats: Mapping[Name, Sequence[frozenset[str]]], *, w
 
     `formats` has the signatures by name. ConfigError, with the remedy, if several formats fit equally well.
     """
-    sizes = {
-        name: max(fitting)
-        for name, signatures in formats.items()
-        if (fitting := [len(signature) for signature in signatures if signature <= row.keys()])
-    }
+    sizes: dict[Name, int] = {}
+    for name, signatures in formats.items():
+        fitting = [len(signature) for signature in signatures if signature <= row.keys()]
+        if fitting:
+            sizes[name] = max(fitting)
     best = [name for name, size in sizes.items() if size == max(sizes.values())]
     if len(best) > 1:
         raise ConfigError(

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -64,8 +64,7 @@ def generate_gym(cfg: GymSource, *, seed: int) -> Iterator[Candidate]:
     ):
         assert process.stdout is not None
         try:
-            for index, line in enumerate(process.stdout):
-                yield _candidate(cfg, json.loads(line), index)
+            yield from as_candidates(cfg, map(json.loads, process.stdout))
             if process.wait() != 0:
                 errors.seek(0)
                 lines = errors.read().strip().splitlines() or ["it was killed"]
@@ -99,16 +98,19 @@ def content_of(task: str, question: str, answer: str | None) -> str:
     return json.dumps([task, " ".join(text.lower().split()), answer and answer.lower()])
 
 
-def _candidate(cfg: GymSource, row: dict[str, Any], index: int) -> Candidate:
-    level, top, text = row["level"], row["top_level"], row["question"]
-    return Candidate(
-        source=cfg.name,
-        domain=Domain.MATH,
-        question=f"{text}\n\n{cfg.instruction}" if cfg.instruction else text,
-        reference=_reference(cfg, row["value"]),
-        rating=None if level is None else level / max(top, 1),
-        row=f"number {index}",
-    )
+def as_candidates(cfg: GymSource, problems: Iterable[dict[str, Any]]) -> Iterator[Candidate]:
+    """Yield the problems of `problems_here` as the source has them."""
+    for index, row in enumerate(problems):
+        level, top, text = row["level"], row["top_level"], row["question"]
+        rating = None if level is None else level / max(top, 1)
+        yield Candidate(
+            source=cfg.name,
+            domain=Domain.MATH,
+            question=f"{text}\n\n{cfg.instruction}" if cfg.instruction else text,
+            reference=_reference(cfg, row["value"]),
+            rating=rating,
+            row=f"number {index}",
+        )
 
 
 def _reference(cfg: GymSource, value: dict[str, Any]) -> Reference:
@@ -126,15 +128,15 @@ def main() -> None:
     os.dup2(2, 1)  # some tasks print
     cfg, seed = GymSource.model_validate_json(sys.argv[1]), int(sys.argv[2])
     try:
-        for row in _rows(cfg, seed):
+        for row in problems_here(cfg, seed):
             output.write(f"{json.dumps(row)}\n")
         output.close()
     except (ConfigError, BrokenPipeError) as e:
         sys.exit(str(e))
 
 
-def _rows(cfg: GymSource, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield level, number of the highest level, question and reference value of each problem."""
+def problems_here(cfg: GymSource, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield level, number of the highest level, question and reference value of each problem, made in this process."""
     levels: tuple[int | None, ...] = cfg.levels or (None,)
     wanted = problems_by_level(tuple(range(len(levels))), cfg.num_problems)
     seen: set[str] = set()

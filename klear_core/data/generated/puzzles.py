@@ -350,11 +350,6 @@ def generate_puzzles(cfg: PuzzleSource, *, seed: int) -> Iterator[Candidate]:
         )
 
 
-def check_puzzles(cfg: PuzzleSource) -> None:
-    """Raise ConfigError if the settings name invalid levels or ask for more problems than exist."""
-    _shares(cfg)
-
-
 def puzzle_domain(family: PuzzleFamily) -> Domain:
     """Return the domain of a family's problems."""
     return Domain.CODE if family == "programs" else Domain.MATH
@@ -444,7 +439,7 @@ def check_generated(source: GeneratedSource) -> None:
         case ProceduralSource():
             check_procedural(source)
         case PuzzleSource():
-            check_puzzles(source)
+            _shares(source)
         case GymSource():
             check_gym(source)
         case _:

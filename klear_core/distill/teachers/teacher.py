@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from klear_core.artifacts.remote_paths import remote_paths_of
-from klear_core.config.distill import LocalTeacherConfig
+from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
 from klear_core.errors import KlearError, ResourceError, TeacherError
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.engine import one_sample
@@ -79,27 +79,13 @@ class TeacherSample:
     usage: Usage = field(default_factory=Usage)
 
 
-class Instructions(Protocol):
-    """Settings of a teacher that is asked in words."""
-
-    @property
-    def math_instruction(self) -> str:
-        """Return what is appended to math questions; empty appends nothing."""
-        ...
-
-    @property
-    def code_instruction(self) -> str:
-        """Return what is appended to code questions; empty appends nothing."""
-        ...
-
-
-def question_of(problem: Problem, cfg: Instructions) -> str:
+def question_of(problem: Problem, cfg: HttpTeacherConfig | LocalTeacherConfig) -> str:
     """Return the question with the teacher's instruction for its domain."""
     instruction = cfg.math_instruction if problem.domain is Domain.MATH else cfg.code_instruction
     return f"{problem.question}\n\n{instruction}" if instruction else problem.question
 
 
-def prompt_version_of(cfg: Instructions) -> str:
+def prompt_version_of(cfg: HttpTeacherConfig | LocalTeacherConfig) -> str:
     """Return a name for the instructions, which changes with their wording."""
     # A separator that no text has: words that move from one instruction to the other change the name.
     instructions = f"{cfg.math_instruction}\x1f{cfg.code_instruction}".encode()

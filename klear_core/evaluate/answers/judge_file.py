@@ -19,7 +19,7 @@ from klear_core.errors import DataError
 from klear_core.types import CodeReference, CustomReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of
 from klear_core.verify import user_code
 from klear_core.verify.blame import JudgeHealth
-from klear_core.verify.judge_pool import JudgePool, build_judge_pool
+from klear_core.verify.judge_pool import JudgePool
 
 _ROW_KEYS = {"id", "response", "reference"}
 _BROKEN = {"not_json": "not JSON", "not_utf8": "not UTF-8", "not_an_object": "a row must be an object"}
@@ -93,7 +93,7 @@ def judge_file(
     reader = _Reader(path, {judge.name for judge in cfg.all_judges})
     # Verdicts alone are kept until the end; responses and tests are dropped when they are judged.
     verdicts: list[tuple[str, Verdict]] = []
-    with build_judge_pool(cfg) as pool:
+    with JudgePool(cfg) as pool:
         submitted = (_submitted(pool, answer, bare_code=bare_code) for answer in reader.answers())
         for answer_id, verdict in verdicts_in_order(submitted, pool.health):
             verdicts.append((answer_id, verdict))

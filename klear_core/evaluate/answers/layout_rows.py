@@ -370,7 +370,9 @@ def _livecodebench(fields: Fields) -> AnswerRow:
     programs = fields.get("code_list")
     said = fields.get("output_list")
     if not isinstance(said, list) or not said:  # submissions of programs alone (`custom_evaluator`)
-        said = [f"```python\n{program}\n```" for program in programs] if isinstance(programs, list) else None
+        said = None
+        if isinstance(programs, list):
+            said = [f"```python\n{program}\n```" for program in programs]
     return AnswerRow(
         question=question,
         reference=UnverifiableReference(domain=Domain.CODE, why="LiveCodeBench's files of answers have no tests"),
@@ -411,10 +413,13 @@ def _inspect(fields: Fields) -> AnswerRow:
     stated = [*scores.values()] if isinstance(scores, Mapping) else []
     # Of several scorers none is the verdict.
     value = stated[0].get("value") if len(stated) == 1 and isinstance(stated[0], Mapping) else None
+    text = _inspect_text(value_at(choice, "message", "content"))
+    num_tokens = count_in(usage.get("output_tokens")) if isinstance(usage, Mapping) else None
+    score = _INSPECT_GRADES.get(value) if isinstance(value, str) else score_in(value)
     answer = StatedAnswer(
-        text=_inspect_text(value_at(choice, "message", "content")),
-        num_tokens=count_in(usage.get("output_tokens")) if isinstance(usage, Mapping) else None,
-        score=_INSPECT_GRADES.get(value) if isinstance(value, str) else score_in(value),
+        text=text,
+        num_tokens=num_tokens,
+        score=score,
         finish_reason=_INSPECT_ENDS.get(str(choice.get("stop_reason"))),
     )
     name = first_text(sample, "id")

@@ -108,7 +108,8 @@ def _values_at(fields: Fields, place: str) -> object:
     if not isinstance(value, list):
         raise RowError("wrong_type", before, f"expected a list, found {type(value).__name__}")
     rest = after.removeprefix(".")
-    return [_values_at({"": one}, f".{rest}" if rest else "") for one in value]
+    place_in_one = f".{rest}" if rest else ""
+    return [_values_at({"": one}, place_in_one) for one in value]
 
 
 def suggested_option(row: Fields) -> str:

@@ -29,7 +29,7 @@ from klear_core.evaluate.compare.paired import PairedDifference, paired_differen
 from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
 from klear_core.types import CodeReference, Difficulty, Outcome, Problem, StoredTests, Verdict, domain_of
 from klear_core.verify import user_code
-from klear_core.verify.judge_pool import JudgePool, build_judge_pool
+from klear_core.verify.judge_pool import JudgePool
 
 # ---- rejudged ----
 # Describe the result of judging stored answers again: scores under both judgements, and the changed verdicts.
@@ -170,7 +170,7 @@ def rejudge(
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     unread = _Unread()
-    with build_judge_pool(verify) as pool, (beside / CHANGES_FILE).open("w", encoding="utf-8") as changes:
+    with JudgePool(verify) as pool, (beside / CHANGES_FILE).open("w", encoding="utf-8") as changes:
         writer = _Writer(beside, changes)
         submitted = _submitted(source.read(), pool, unread)
         for row, verdict in verdicts_in_order(submitted, pool.health):

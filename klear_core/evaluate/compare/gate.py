@@ -78,7 +78,8 @@ def gate(policy: GatePolicy, new: Path, old: Path) -> GateResult:
     failed = [check for check in checks if not check.is_passed]
     verdict: GateVerdict = "passed"
     if failed:
-        verdict = "inconclusive" if all(check.is_inconclusive for check in failed) else "failed"
+        is_inconclusive = all(check.is_inconclusive for check in failed)
+        verdict = "inconclusive" if is_inconclusive else "failed"
     return GateResult(verdict=verdict, checks=tuple(checks), comparisons=comparisons)
 
 

@@ -168,7 +168,9 @@ def decide(
     """
     new = read_evaluation(candidate.evaluation)
     old = read_evaluation(rival.evaluation) if rival and rival.evaluation else None
-    checks = [_not_rolled_back(candidate.withdrawn)]
+    withdrawn = candidate.withdrawn
+    reason = withdrawn or "this model was never rolled back"
+    checks = [Check(rule="not rolled back", is_passed=not withdrawn, text=reason)]
     for report in new.reports.values():
         checks += _own_checks(rule, report, candidate.contaminated.get(report.benchmark))
     comparisons: tuple[PairedComparison, ...] = ()
@@ -226,10 +228,6 @@ def _write(decision: Decision, new: Evaluation, old: Evaluation | None, workdir:
 
 
 # ---- the parts of the rule ----
-
-
-def _not_rolled_back(withdrawn: str) -> Check:
-    return Check(rule="not rolled back", is_passed=not withdrawn, text=withdrawn or "this model was never rolled back")
 
 
 def _own_checks(rule: PromoteConfig, report: EvalReport, num_contaminated: int | None) -> list[Check]:
@@ -395,11 +393,12 @@ def _anchored(rule: PromoteConfig, new: Evaluation, best: Rival) -> Check:
         return Check(rule="no worse than the best champion", is_passed=True, text=text)
     checks = [non_inferior(c, margin=rule.margin_of(c.benchmark)) for c in compare_sampled(old, new)]
     failed = [check for check in checks if not check.is_passed]
+    found = "; ".join(f"{check.benchmark} {check.text}" for check in failed or checks)
     return Check(
         rule="no worse than the best champion",
         is_passed=not failed,
         is_inconclusive=bool(failed) and all(check.is_inconclusive for check in failed),
-        text=f"{which}: " + "; ".join(f"{check.benchmark} {check.text}" for check in failed or checks),
+        text=f"{which}: {found}",
     )
 
 

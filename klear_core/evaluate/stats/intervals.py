@@ -84,11 +84,13 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
             f"pass@{k} needs at least {k} scored answers of every problem; one has {min(too_few, default=0)}"
         )
     exact = tuple(1 - Fraction(math.comb(num - right, k), math.comb(num, k)) for right, num in counts)
+    values = [float(value) for value in exact]
     noise = [_noise(num, right, k) for right, num in counts]
+    steps = [k / num for _, num in counts]
     return Estimates(
-        value=np.array([float(v) for v in exact]),
+        value=np.array(values),
         noise=np.array(noise),
-        step=np.array([k / num for _, num in counts]),
+        step=np.array(steps),
         exact=exact,
         clusters=numbered(clusters),
     )

@@ -99,8 +99,13 @@ class Decoder:
                 out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
                 x_NC = self._after_attention(i, x_NC, out_BHTD.transpose(1, 2).reshape(len(x_NC), -1))
 
-    def logps(self, tokens_T: Tensor, num_prompt: int, *, temperature: float) -> Tensor:
-        """Return the log-probs of the tokens after the first `num_prompt`, in float32, by one pass without a cache."""
+    def logps(
+        self, tokens_T: Tensor, num_prompt: int, *, temperature: float, num_top: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logp_N, top_id_NK and top_logp_NK by one pass without a cache, log-probs in float32.
+
+        N counts the tokens after the first `num_prompt`, K the `num_top` likeliest tokens in place of each.
+        """
         x_TC, rotation = (
             F.embedding(tokens_T, self.embed),
             self._rotation(torch.arange(len(tokens_T), device=self.device)),
@@ -117,8 +122,10 @@ class Decoder:
         for start in range(0, len(targets_N), _SCORED_TOGETHER):
             part = slice(start, start + _SCORED_TOGETHER)
             logps_NV = torch.log_softmax(F.linear(states_NC[part], self.head).float() / temperature, -1)
-            found.append(logps_NV.gather(1, targets_N[part, None])[:, 0])
-        return torch.cat(found)
+            top_NK = logps_NV.topk(num_top, dim=1)
+            found.append((logps_NV.gather(1, targets_N[part, None])[:, 0], top_NK.indices, top_NK.values))
+        logp_N, top_id_NK, top_logp_NK = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return logp_N, top_id_NK, top_logp_NK
 
     def decode(self, tokens_B: Tensor, places: Places, shared: KvCache, private: KvCache) -> Tensor:
         """Run one decode step at each row's position; returns logits_BV in float32."""

@@ -228,8 +228,17 @@ class TorchEngine:
             return
         params = request.params
         tokens_T = torch.tensor([*request.prompt_ids, *params.scored_ids], device=self._model.device)
-        logps_N = self._model.logps(tokens_T, len(request.prompt_ids), temperature=params.temperature or 1.0)
-        self._answer(request.reply, [scored(params, logps_N.tolist(), version=self.version)])
+        logp_N, top_id_NK, top_logp_NK = self._model.logps(
+            tokens_T, len(request.prompt_ids), temperature=params.temperature or 1.0, num_top=params.num_top
+        )
+        answer = scored(
+            params,
+            logp_N.tolist(),
+            version=self.version,
+            top_ids=top_id_NK.flatten().tolist(),
+            top_logps=top_logp_NK.flatten().tolist(),
+        )
+        self._answer(request.reply, [answer])
 
     def _admit(self) -> None:
         """Fill the batch, by at least an eighth of it at a time unless fewer rows wait.

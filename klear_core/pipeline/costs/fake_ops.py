@@ -110,10 +110,12 @@ class _Kernels:
 class _HeadPasses(logps.Passes):
     """Allocates what the head's compiled passes do: numbers for each token, and the gradient of the logits."""
 
-    def read(self, z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool) -> logps.Reading:  # noqa: ARG002  same call
+    def read(self, z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool) -> logps.Reading:  # noqa: ARG002  same call
         # All that the compiled pass writes: four numbers for each token, and no second tensor of [C, V].
-        logp_C, entropy_C, max_C, logsum_C = (z_CV.new_empty(z_CV.shape[0]) for _ in range(4))
-        return logps.Reading(logp_C, entropy_C, logps.Normaliser(max_C[:, None], logsum_C[:, None]))
+        entropy_C, max_C, logsum_C = (z_CV.new_empty(z_CV.shape[0]) for _ in range(3))
+        return logps.Reading(
+            z_CV.new_empty(token_CJ.shape), entropy_C, logps.Normaliser(max_C[:, None], logsum_C[:, None])
+        )
 
     def _grad_without_onehot(self, z_CV: Tensor, _norm: Any, _factors: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(z_CV, dtype=dtype)

@@ -50,6 +50,7 @@ from klear_core.pipeline.preflight.model_checks import (
     model_problems,
     placement_problems,
     problems_on,
+    token_problems,
 )
 
 
@@ -179,6 +180,7 @@ _CHECKS = (
     model_problems,
     _exposure_problems,
     _margin_problems,
+    token_problems,
     _endpoint_problems,
     length_problems,
     engine_problems,

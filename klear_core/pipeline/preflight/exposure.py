@@ -196,10 +196,11 @@ def overlap_with_training(
         num_prompts += len(prompts)
         for question in questions_in(prompts, protected, _rules_of(read_manifest(data))):
             found[question.benchmark][question.question] = None
+    texts_of = {name: tuple(texts) for name, texts in found.items()}
     return TrainingOverlap(
         num_prompts=num_prompts,
         num_questions=Counter(question.benchmark for question in protected),
-        found={name: tuple(texts) for name, texts in found.items()},
+        found=texts_of,
     )
 
 

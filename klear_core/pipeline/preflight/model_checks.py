@@ -6,10 +6,10 @@ Each function yields one message for each problem that it finds.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from klear_core.artifacts.model_files import check_model, folder_of
+from klear_core.artifacts.model_files import check_model, folder_of, token_ids
 from klear_core.cluster.nodes import joins_a_cluster, known_nodes, plan_scorer
 from klear_core.cluster.placement import (
     GpuPlan,
@@ -28,6 +28,8 @@ from klear_core.cluster.placement import (
 )
 from klear_core.config.data_jobs import GivenModelJob
 from klear_core.config.evaluate import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.opd import GivenTeacher
+from klear_core.config.opd_jobs import OpdScoresJob
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.stage import BaseJob, EngineUse, RlJob, SftJob, Stage
 from klear_core.config.train import HubModelConfig, LocalModel, ModelConfig, SftConfig, TinyModelConfig
@@ -36,6 +38,7 @@ from klear_core.generate.model_size import ModelSize, planned_size
 from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.data_checks import error_messages
+from klear_core.prompts import different_tokens
 
 _LONG_ANSWER = 8192
 """Answers longer than this many tokens need an engine with a paged cache, which the torch engine lacks."""
@@ -51,6 +54,33 @@ def model_problems(work: PendingWork) -> Iterator[str]:
             yield from error_messages("model", check_model, job.model)
     for stage, given in work.needs(GivenModelJob):
         yield from error_messages(stage.section, check_model, given.model())
+
+
+def token_problems(work: PendingWork) -> Iterator[str]:
+    """Find a teacher of on-policy distillation whose tokens are not the student's: nothing could be learned."""
+    for stage, job in work.pending(OpdScoresJob):
+        source = job.runtime.source
+        teacher = source.model.as_model() if isinstance(source, GivenTeacher) else source.model
+        key = f"{stage.section}.teacher.source.model"
+        try:
+            student_ids, teacher_ids = _token_ids(work.config.start_model), _token_ids(teacher)
+        except ConfigError as e:
+            yield f"{key}: {e}"
+            continue
+        # What cannot be compared here is compared before the teacher is loaded.
+        if student_ids is not None and teacher_ids is not None:
+            note = different_tokens(student_ids, teacher_ids)
+            if note:
+                yield f"{key}: {note}"
+
+
+def _token_ids(model: ModelConfig) -> Mapping[str, int] | None:
+    if isinstance(model, TinyModelConfig):
+        from klear_core.prompts import build_byte_tokenizer
+
+        ids: Mapping[str, int] = build_byte_tokenizer().get_vocab()
+        return ids
+    return token_ids(model)
 
 
 def length_problems(work: PendingWork) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from klear_core.artifacts.manifest import Manifest, StageSummary
+from klear_core.config.opd_jobs import OpdJob
 from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.stage import Job, RlJob, SftJob
 from klear_core.report import charts
@@ -224,8 +225,26 @@ def problems_note(job: InlineEvalJob | None) -> str:
     )
 
 
+OPD_CHARTS = (
+    ChartSpec(
+        title="Distance from the teacher, nats per token",
+        metrics=(("distill/kl", "log(student / teacher)"),),
+        note="mean over the answers of the SFT model",
+    ),
+    ChartSpec(title="Entropy, nats per token", metrics=(("entropy/mean", ""),)),
+    ChartSpec(
+        title="Ratio of new to old probability",
+        metrics=(("ratio/max", "largest"), ("ratio/mean", "mean"), ("ratio/min", "smallest")),
+        note="by token; 1 is no change",
+    ),
+    ChartSpec(title="Gradient norm", metrics=(("grad/norm", "mean"), ("grad/max", "largest"))),
+)
+
+
 def _charts_of(job: Job) -> tuple[ChartSpec, ...]:
     match job:
+        case OpdJob():
+            return OPD_CHARTS
         case SftJob():
             return SFT_CHARTS
         case RlJob():

@@ -209,7 +209,7 @@ class Product:
 def product_of(facts: Facts) -> Product | None:
     """Return the last trained model of a run; None if it trained none."""
     # Given and random models are no product of this run.
-    trained = [stage for stage in facts.stages if stage.stage.job.training() is not None]
+    trained = [stage for stage in facts.stages if stage.stage.job.method()]
     if not trained:
         return None
     last = trained[-1]

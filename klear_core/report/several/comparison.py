@@ -258,10 +258,11 @@ def _chosen(run: ComparedRun, maker: str, benchmark: str) -> str:
 def _cell(shares: Shares, templates: str, chosen: str) -> ScoreCell:
     _, _, value, interval, cut_off, no_answer, not_judged = shown_shares(shares)
     score = shares.score
+    rerun = interval_text(score.rerun) if score and score.rerun else ""
     return ScoreCell(
         value=value,
         interval=interval,
-        rerun=interval_text(score.rerun) if score and score.rerun else "",
+        rerun=rerun,
         cut_off=cut_off,
         no_answer=no_answer,
         not_judged=not_judged,

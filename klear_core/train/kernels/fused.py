@@ -261,14 +261,6 @@ def _call(name: str, *arguments: Tensor | float, head_dim: int = _ANY_HEAD_DIM) 
     call(_library(head_dim), name, *arguments)
 
 
-def _norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _NormPass.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _gate_cpu(gate_up: Tensor) -> Tensor:
-    return _GatePass.apply(gate_up)  # type: ignore[no-any-return,no-untyped-call]
-
-
 def _rotate_cpu(
     q_BTKD: Tensor, k_BTGD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -297,8 +289,8 @@ def has_library(head_dim: int = _ANY_HEAD_DIM) -> bool:
     return _library(head_dim) is not None
 
 
-registry.provide("norm/cpu", _norm_cpu)
-registry.provide("gate/cpu", _gate_cpu)
+registry.provide("norm/cpu", _NormPass.apply)
+registry.provide("gate/cpu", _GatePass.apply)
 registry.provide("rotate/cpu", _rotate_cpu)
 registry.provide("norm/cuda", _norm_cuda)
 registry.provide("gate/cuda", _gate_cuda)

@@ -9,6 +9,7 @@ import re
 import textwrap
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from functools import partial
 from typing import TypeVar, assert_never
 
 from klear_core.artifacts.records import sizes_of_tests
@@ -209,7 +210,8 @@ def same_value(expected: object, value: object, cfg: CodeConfig, *, is_order_fre
     Floats are equal to tolerances, or exactly by the rule `decimal`, as in LiveCodeBench.
     """
     if is_order_free and isinstance(expected, list) and isinstance(value, list):
-        expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
+        as_text = partial(json.dumps, sort_keys=True)
+        expected, value = sorted(expected, key=as_text), sorted(value, key=as_text)
     return _same(expected, value, cfg, _MAX_DEPTH)
 
 
@@ -309,7 +311,3 @@ def _to_float(value: float) -> float:
         return float(value)
     except OverflowError:
         return math.inf
-
-
-def _sort_key(value: object) -> str:
-    return json.dumps(value, sort_keys=True)

@@ -94,7 +94,7 @@ def _scored(task: MathTask, found: str, score: float) -> Verdict:
 def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:
     """Return the (gold, answer) pairs of each alternative, all parsed: the answer is right if one is equal in full."""
     if task.comparison is None:
-        answer = _parse_unboxed(task.unboxed)
+        answer = tuple(map(_plain_symbols, parse(task.unboxed, parsing_timeout=None)))
         return [[(_parse_boxed(gold), answer)] for gold in task.golds]
     alternatives: list[list[tuple[Parsed, Parsed]]] = []
     for pairs in task.comparison.alternatives:
@@ -106,10 +106,6 @@ def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:
 @lru_cache(maxsize=4096)
 def _parse_boxed(text: str) -> Parsed:
     return tuple(map(_plain_symbols, parse(rf"\boxed{{{text}}}", _BOXED_EXTRACTION, parsing_timeout=None)))
-
-
-def _parse_unboxed(text: str) -> Parsed:
-    return tuple(map(_plain_symbols, parse(text, parsing_timeout=None)))
 
 
 def _plain_symbols(value: object) -> object:

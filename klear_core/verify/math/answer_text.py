@@ -327,7 +327,8 @@ def _alone(text: str) -> str | None:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     before = lines[-2] if len(lines) > 1 else ""
     bold = _BOLD_LINE.fullmatch(lines[-1]) if lines else None
-    value = bold[1].strip() if bold is not None else (lines[-1] if lines else "")
+    last = lines[-1] if lines else ""
+    value = bold[1].strip() if bold is not None else last
     is_answer = _HEADING.fullmatch(before) is not None or (bold is not None and not before.endswith(":"))
     is_label = _LABELLED.match(value) or _NAMED.search(value) or _DENIES.search(value) or value.endswith(":")
     is_value = 0 < len(value) <= _MAX_BARE_CHARS and not is_label and len(_WORDS.findall(value)) <= 3
@@ -356,16 +357,12 @@ def _stating_sentence(text: str) -> str | None:
     for num_after, sentence in enumerate(reversed(sentences[-1 - _MAX_AFTER :])):
         if _DENIES.search(sentence):
             return None
-        if _states(sentence):
+        if (_NAMED.search(sentence) or _CONCLUDES.search(sentence)) and _VALUE.search(sentence):
             is_last = num_after == 0
             return None if is_last and not _is_complete(sentence) else sentence
         if _GOES_ON.search(sentence) or not _FINISHED.search(sentence):
             return None
     return None
-
-
-def _states(sentence: str) -> bool:
-    return bool((_NAMED.search(sentence) or _CONCLUDES.search(sentence)) and _VALUE.search(sentence))
 
 
 def _is_complete(sentence: str) -> bool:

@@ -233,7 +233,8 @@ def split_sides(text: str) -> list[str]:
     """Return the sides of an equation: the parts between equals signs outside of brackets."""
     depths = bracket_depths(text)
     borders = [i for i, char in enumerate(text) if char == "=" and depths[i] == 0]
-    return [text[start:end] for start, end in zip([0, *(i + 1 for i in borders)], [*borders, len(text)], strict=True)]
+    starts = [0, *(i + 1 for i in borders)]
+    return [text[start:end] for start, end in zip(starts, [*borders, len(text)], strict=True)]
 
 
 def _split(text: str) -> tuple[list[str], list[str]]:

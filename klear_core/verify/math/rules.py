@@ -188,7 +188,9 @@ def _has_swapped_names(gold: str, answer: str) -> bool:
     """Return whether names in capitals differ by the order of their letters only, which algebra reads as products."""
     gold_names, answer_names = Counter(_CAPITALS.findall(gold)), Counter(_CAPITALS.findall(answer))
     extra, missing = answer_names - gold_names, gold_names - answer_names
-    return bool(missing) and {"".join(sorted(name)) for name in extra} >= {"".join(sorted(name)) for name in missing}
+    extra_letters = {"".join(sorted(name)) for name in extra}
+    missing_letters = {"".join(sorted(name)) for name in missing}
+    return bool(missing) and extra_letters >= missing_letters
 
 
 def _based_verdict(gold: str, answer: str) -> bool | None:
@@ -230,7 +232,8 @@ def _ratio_verdict(gold: str, answer: str) -> bool | AlgebraComparison | None:
         return None
     if gold_parts is not None and answer_parts is None:
         worded = _WORDED_RATIO.fullmatch(answer)
-        answer_parts = [part for part in worded.groups() if part] if worded is not None else None
+        if worded is not None:
+            answer_parts = [part for part in worded.groups() if part]
     if gold_parts is None or answer_parts is None or len(gold_parts) != len(answer_parts):
         return False
     pairs: list[Pair] = []

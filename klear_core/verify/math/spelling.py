@@ -126,7 +126,9 @@ def _latin_twins(match: re.Match[str]) -> str:
     """Replace look-alikes alone or in capitals, such as the name of a point; words of other languages stay."""
     run = match[0]
     is_name = len(run) == 1 or (run.isupper() and len(run) <= 3)
-    return "".join(_TWINS[c] for c in run) if is_name and all(c in _TWINS for c in run) else run
+    if not is_name or not all(c in _TWINS for c in run):
+        return run
+    return "".join(_TWINS[c] for c in run)
 
 
 # Commands ----------------------------------------------------------------------------------------------------------
@@ -326,7 +328,9 @@ def _joined_lines(match: re.Match[str]) -> str:
     rows = [row.strip() for row in re.split(r"\\\\", match[3]) if row.strip()]
     rows = [re.sub(r"\s*&\s*", " ", row).strip() if row.count("&") <= 1 else row for row in rows]
     is_array = match[1] in ("array", "cases")
-    if any("&" in row for row in rows) or (is_array and not all(_RELATION.search(row) for row in rows)):
+    if any("&" in row for row in rows):
+        return match[0]
+    if is_array and not all(_RELATION.search(row) for row in rows):
         return match[0]
     if is_array and any(re.search(r"\\text|\bif\b", row) for row in rows):
         return match[0]  # cases with their conditions

@@ -174,7 +174,8 @@ def _compare_bare(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
         if all(verdicts):
             return True
         undecided = (pair for pair, verdict in zip(chained, verdicts, strict=True) if verdict is None)
-        alternatives.append(tuple(_with_signs_apart(pair) for pair in undecided))
+        apart = (Pair(gold=signs_apart(pair.gold), answer=signs_apart(pair.answer)) for pair in undecided)
+        alternatives.append(tuple(apart))
     return AlgebraComparison(alternatives=tuple(alternatives)) if alternatives else False
 
 
@@ -184,10 +185,6 @@ def _with_names_apart(text: str, other: str) -> str:
     if len(names) < 2 or "," not in other or not all(_NAME.fullmatch(name) for name in names) or "," in value:
         return text
     return ", ".join(f"{name}={value}" for name in names)
-
-
-def _with_signs_apart(pair: Pair) -> Pair:
-    return Pair(gold=signs_apart(pair.gold), answer=signs_apart(pair.answer))
 
 
 def _same_value(gold: str, answer: str, cfg: MathConfig) -> bool | None:

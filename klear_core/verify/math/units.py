@@ -325,9 +325,8 @@ def read_noun(text: str) -> Unit | None:
         return None
     words = [word.lower() for word in words]
     joint = next((i for i, word in enumerate(words) if i > 0 and word in NOUN_JOINTS), len(words))
-    if any(
-        _is_no_noun(word) for word in words[:joint] + [w for w in words[joint:] if w not in ADJECTIVES | NOUN_JOINTS]
-    ):
+    after_joint = [word for word in words[joint:] if word not in ADJECTIVES | NOUN_JOINTS]
+    if any(_is_no_noun(word) for word in words[:joint] + after_joint):
         return None
     *modifiers, head = words[:joint]
     if head in ADJECTIVES or any(len(word) == 1 and word.isascii() for word in words[:joint]):

@@ -219,7 +219,8 @@ def phrase_words(text: str) -> list[str]:
         return text.split()
     if any(month in words for month in _MONTHS) and len(words) == 2:
         words.sort(key=str.isdigit)  # `30 October` is `October 30`
-    return (["not"] if is_denied else []) + [word for word in words if word != "not"]
+    others = [word for word in words if word != "not"]
+    return ["not", *others] if is_denied else others
 
 
 def _singular(word: str) -> str:

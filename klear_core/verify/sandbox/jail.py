@@ -109,11 +109,11 @@ class Jail:
 
     def run(self, given: bytes, limits: TestLimits) -> JailReply:
         """Run the program once on a standard input."""
-        return self._call({"op": "test", "input": given, **_as_dict(limits)}, limits.wall_s * STARVED_FACTOR)
+        return self._call({"op": "test", "input": given, **dataclasses.asdict(limits)}, limits.wall_s * STARVED_FACTOR)
 
     def open(self, role: Literal["program", "tester"], limits: TestLimits) -> JailReply:
         """Start a session: a process of the program (or of our test code) that answers `ask` until `close_session`."""
-        return self._call({"op": "open", "role": role, **_as_dict(limits)}, 1.0)
+        return self._call({"op": "open", "role": role, **dataclasses.asdict(limits)}, 1.0)
 
     def ask(self, payload: bytes, limits: TestLimits) -> JailReply:
         """Send a question to the session's process; return REPLIED with its answer, or how the process ended."""
@@ -211,10 +211,6 @@ class Jail:
         except subprocess.TimeoutExpired:
             return "the supervisor closed its pipe"
         return f"the jail ended with status {status}"
-
-
-def _as_dict(limits: TestLimits) -> dict[str, object]:
-    return dataclasses.asdict(limits)
 
 
 def _start(command: list[str], account: Account) -> subprocess.Popen[bytes]:

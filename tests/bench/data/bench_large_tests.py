@@ -174,11 +174,11 @@ def _rl(folder: Path) -> dict[str, float]:
     from klear_core.rl.groups import choose_problems
     from klear_core.rl.stream import PromptStream
     from klear_core.types import Verdict
-    from klear_core.verify import build_judge_pool
+    from klear_core.verify import JudgePool
 
     chosen, _ = choose_problems(folder / "curated", "code", PromptFilterConfig())
     stream = PromptStream(chosen, seed=0)
-    with build_judge_pool(VerifyConfig()) as judges:
+    with JudgePool(VerifyConfig()) as judges:
         judges.prepare(chosen)
         futures: list[Future[Verdict]] = []
         for i, prompt in enumerate(stream.take(NUM_ANSWERS)):

@@ -1,7 +1,7 @@
 """Math answers judged as they should be, by class: our judge, and math-verify alone (`parse` and `verify`).
 
 The probes are those of tests/verify/math_probes.py, and other forms of published references where those are beside the
-checkout. `python tests/bench/verify/bench_judge_accuracy.py` prints the table of docs/judging.md.
+checkout. `python tests/bench/verify/bench_judge_accuracy.py` prints the table of docs/data/verdicts.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from klear_core.config.verify import VerifyConfig
 from klear_core.types import Difficulty, Domain, MathReference, Problem
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "verify"))
 
@@ -61,7 +61,7 @@ def count() -> Counts:
 
 
 def _ours(asked: list[Probe]) -> list[bool]:
-    with build_judge_pool(VerifyConfig()) as pool:
+    with JudgePool(VerifyConfig()) as pool:
         futures = [pool.submit(_problem(probe.gold), "</think>" + probe.response) for probe in asked]
         return [future.result().score == 1.0 for future in futures]
 

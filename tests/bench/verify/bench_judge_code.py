@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from klear_core.config.verify import SandboxConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import CodeReference, StdinCase, StdinTests
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 from klear_core.verify.sandbox.jail_command import account_for, clean_environment, jail_command
 
 NUM_PROGRAMS, NUM_TESTS, NUM_PER_TEST_PROGRAMS = 200, 10, 16
@@ -83,7 +83,7 @@ def _pool(programs: list[str], *, programs_per_jail: int) -> tuple[float, list[f
         limits=SandboxConfig(programs_per_jail=programs_per_jail),
         runtime=VerifyRuntime(code_workers=WORKERS),
     )
-    with build_judge_pool(cfg) as pool:
+    with JudgePool(cfg) as pool:
         for future in [pool.submit_program("bench", REFERENCE, program) for program in programs[: 2 * WORKERS]]:
             future.result()
         started = time.perf_counter()

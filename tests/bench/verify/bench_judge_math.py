@@ -13,7 +13,7 @@ import time
 
 from klear_core.config.verify import VerifyConfig
 from klear_core.types import Difficulty, Domain, MathReference, Problem
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 
 NUM_PAIRS, NUM_FRESH = 400, 8
 _SHAPES = (
@@ -106,7 +106,7 @@ def _pool(pairs: list[tuple[str, str]]) -> tuple[float, int]:
         for i, (gold, _) in enumerate(pairs)
     ]
     responses = [rf"</think>\boxed{{{answer}}}" for _, answer in pairs]
-    with build_judge_pool(VerifyConfig()) as pool:
+    with JudgePool(VerifyConfig()) as pool:
         for future in [pool.submit(p, r) for p, r in zip(problems[:16], responses[:16], strict=True)]:
             future.result()
         started = time.perf_counter()

@@ -62,7 +62,7 @@ def test_the_difference_at_own_rates_is_computed_from_the_runs() -> None:
     found = seed_spread([clip[seed] - paper[seed] for seed in paper], has_collapsed=False, bounds=(-1, 1))
     assert found.interval is not None
     value, low, high = (f"{100 * x:+.1f}" for x in (found.mean, found.interval.low, found.interval.high))
-    assert f"`clip` minus `paper` {value} ({low} to {high})" in (ROOT / "docs" / "ablations.md").read_text()
+    assert f"`clip` minus `paper` {value} ({low} to {high})" in (ROOT / "docs" / "data" / "grids.md").read_text()
 
 
 if __name__ == "__main__":

@@ -386,6 +386,6 @@ def test_scores_are_those_of_the_temperature_and_every_family(tmp_path: Path) ->
             engine = TorchEngine(folder, TorchEngineConfig(), num_threads=1)
             found = await score(engine, [65], answer, temperature=0.5)
             await engine.close()
-            return found
+            return found.logps
 
         assert asyncio.run(body()) == pytest.approx(wanted_T.tolist(), abs=1e-4)

@@ -4,7 +4,7 @@ import pytest
 from verify_builders import asserts_reference, call_reference, code_config, fenced, problem, stdin_reference
 
 from klear_core.types import CodeReference, Outcome
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 DOWN = "def down(n):\n    return 0 if n == 0 else 1 + down(n - 1)\n"
 UNLIMITED = "import sys\nsys.setrecursionlimit(10**9)\n"
@@ -38,7 +38,7 @@ def test_a_program_may_raise_its_own_limit(code_pool: JudgePool) -> None:
 
 @pytest.mark.parametrize("kind", ["stdin", "call", "asserts"])
 def test_the_limit_is_a_setting(sandbox_name: str, kind: str) -> None:
-    with build_judge_pool(code_config(recursion_limit=50_000)) as pool:
+    with JudgePool(code_config(recursion_limit=50_000)) as pool:
         assert pool.judge(problem(depth(40_000)[kind]), fenced(program(kind))).score == 1.0
 
 

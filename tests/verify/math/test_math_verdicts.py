@@ -11,7 +11,7 @@ from verify_builders import THINK, boxed, math_problem
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import Outcome, Verdict
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 RIGHT = [
     ("73", "73"),
@@ -202,7 +202,7 @@ def test_each_setting_does_what_it_says(
     cfg: VerifyConfig, gold: str, response: str, outcome: Outcome, score: float
 ) -> None:
     patient = cfg.math.model_copy(update={"cpu_s": 60.0})
-    with build_judge_pool(cfg.model_copy(update={"math": patient, "runtime": VerifyRuntime(math_workers=1)})) as pool:
+    with JudgePool(cfg.model_copy(update={"math": patient, "runtime": VerifyRuntime(math_workers=1)})) as pool:
         verdict = pool.judge(math_problem(gold), response)
     assert (verdict.outcome, verdict.score) == (outcome, score), verdict.detail
 
@@ -247,9 +247,9 @@ def test_a_hostile_answer_earns_nothing_and_comes_back(hostile_pool: JudgePool, 
 
 
 def test_good_answers_are_judged_while_hostile_ones_burn_their_time() -> None:
-    """Two of three workers burn; whatever the order, the third has two seconds for what takes a fiftieth of one."""
-    cfg = VerifyConfig(math=MathConfig(cpu_s=2.0), runtime=VerifyRuntime(math_workers=3))
-    with build_judge_pool(cfg) as pool:
+    """Two of three workers burn; whatever the order, the third has one second for what takes a fiftieth of it."""
+    cfg = VerifyConfig(math=MathConfig(cpu_s=1.0), runtime=VerifyRuntime(math_workers=3))
+    with JudgePool(cfg) as pool:
         burning = [pool.submit(math_problem("73"), boxed(HOSTILE["tower"] + f"+{i}")) for i in range(2)]
         verdicts: list[Verdict] = [pool.submit(math_problem("1/2"), boxed(f"0.5+{i}-{i}")).result() for i in range(5)]
         assert [v.score for v in verdicts] == [1.0] * 5
@@ -259,7 +259,7 @@ def test_good_answers_are_judged_while_hostile_ones_burn_their_time() -> None:
 @pytest.fixture(scope="module")
 def hostile_pool() -> Iterator[JudgePool]:
     """One second a comparison."""
-    with build_judge_pool(VerifyConfig(math=MathConfig(cpu_s=1.0), runtime=VerifyRuntime(math_workers=2))) as pool:
+    with JudgePool(VerifyConfig(math=MathConfig(cpu_s=1.0), runtime=VerifyRuntime(math_workers=2))) as pool:
         yield pool
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klear_core.config.verify import MathConfig
@@ -23,6 +23,7 @@ MATH_TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
 @pytest.mark.parametrize("row", [*COMMANDS, *_SYNONYMS], ids=lambda row: row[1].pattern[:50])
+@settings(max_examples=30)  # of each of the rows
 @given(data=st.data())
 def test_a_row_that_is_skipped_could_not_have_matched(row: Rewrite, data: st.DataObject) -> None:
     needs, pattern, _ = row

@@ -8,7 +8,7 @@ import pytest
 from verify_builders import ADD_STDIN, code_config, fenced, problem
 
 from klear_core.config.verify import SandboxConfig
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 from klear_core.verify.sandbox.jail import Jail
 
 
@@ -30,7 +30,7 @@ def test_a_jail_that_has_to_be_killed_leaves_no_file_of_firejails(sandbox_name: 
 def test_jails_whose_workers_were_killed_are_gone_when_the_pool_is_closed(sandbox_name: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may kill a firejail, which is setuid; others wait for it to end")
-    with build_judge_pool(code_config()) as pool:
+    with JudgePool(code_config()) as pool:
         assert pool.judge(problem(ADD_STDIN), fenced("a, b = map(int, input().split())\nprint(a + b)")).score == 1.0
         server = psutil.Process(pool._client._link.process.pid)
         workers = server.children()

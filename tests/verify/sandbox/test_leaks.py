@@ -16,10 +16,12 @@ from verify_builders import ADD_CALL, ADD_STDIN, fenced, problem
 
 from klear_core.config.verify import CodeConfig, SandboxConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import CodeReference
-from klear_core.verify import JudgePool, build_judge_pool
+from klear_core.verify import JudgePool
 
 RARE = (
-    SPINNING | WAITING | {"fork bomb", "memory bomb in many processes", "output bomb", "error output bomb"}
+    SPINNING
+    | WAITING
+    | {"fork bomb", "memory bomb in many processes", "endless result", "output bomb", "error output bomb"}
 )  # they take seconds each
 FOLDERS = (
     "/tmp",
@@ -111,7 +113,7 @@ def check_leaks(count: int) -> None:
     processes_before = own_processes()
     descriptors_before = len(os.listdir("/proc/self/fd"))
     files_before = files()
-    with watched_jails() as jails, build_judge_pool(SHORT_AND_SMALL) as pool:
+    with watched_jails() as jails, JudgePool(SHORT_AND_SMALL) as pool:
         turns = hostile_turns()
         judge_batch(pool, turns)
         open_when_warm, samples = descriptors(), []

@@ -14,7 +14,7 @@ from verify_builders import ADD_ASSERTS, ADD_CALL, ADD_STDIN, code_config, fence
 from klear_core.config.verify import SandboxConfig, VerifyConfig
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome
-from klear_core.verify import build_judge_pool
+from klear_core.verify import JudgePool
 from klear_core.verify.sandbox import jail as jails
 from klear_core.verify.sandbox.jail_command import (
     SETUP_HINT,
@@ -75,7 +75,7 @@ def test_a_small_limit_of_memory_is_no_gap(sandbox_name: str) -> None:
 def test_the_other_backends_judge_alike(sandbox_name: str, backend: str) -> None:
     needs("bwrap" if backend == "bubblewrap" else "setpriv")
     add = "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(add(*map(int, input().split())))"
-    with build_judge_pool(code_config().model_copy(update={"sandbox": backend})) as pool:
+    with JudgePool(code_config().model_copy(update={"sandbox": backend})) as pool:
         for reference in (ADD_STDIN, ADD_CALL, ADD_ASSERTS):
             verdict = pool.judge(problem(reference), fenced(add))
             assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 1.0), verdict.detail

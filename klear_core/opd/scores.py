@@ -1,0 +1,132 @@
+"""Ask a teacher for its log-probs of the student's tokens, once; a shard of answers is the unit of resume."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+from klear_core.artifacts.manifest import LedgerStep, StageSummary
+from klear_core.artifacts.records import Shard, plan_shards, read_shards, work_shards, write_shard
+from klear_core.artifacts.remote_paths import remote_paths_of
+from klear_core.config.opd import OpdTeacherConfig
+from klear_core.errors import DataError
+from klear_core.generate.engine import InferenceEngine, score
+from klear_core.generate.factory import EngineSpec, Sampler, StartSampler, start_here
+from klear_core.generate.pool import expect
+from klear_core.metrics import SILENT, Telemetry
+from klear_core.opd.rollouts import ROLLOUTS
+from klear_core.prompts import check_same_tokens
+from klear_core.train.base_model import model_folder, wanted_window
+from klear_core.types import TrainSample
+
+SCORED = "scored"
+"""Folder of the scored answers in the artifact."""
+
+
+def score_rollouts(
+    cfg: OpdTeacherConfig,
+    *,
+    student: Path,
+    teacher: Path,
+    rollouts: Path,
+    temperature: float,
+    workdir: Path,
+    telemetry: Telemetry = SILENT,
+    start_sampler: StartSampler = start_here,
+) -> StageSummary:
+    """Write the answers of the artifact `rollouts` with the teacher's log-probs of their tokens to `workdir/scored`.
+
+    Raise ConfigError if teacher and student have different tokens, DataError if the teacher scores one as NaN or an
+    answer does not fit its window.
+    """
+    folder = model_folder(teacher)
+    check_same_tokens(student=model_folder(student), teacher=folder)
+    answers = list(read_shards(rollouts / ROLLOUTS, TrainSample))
+    shards = plan_shards(workdir / SCORED, answers, items_per_shard=cfg.runtime.answers_per_shard)
+    spec = EngineSpec(
+        cfg=cfg.engine,
+        model_folder=folder,
+        num_threads=cfg.runtime.num_threads,
+        seed=0,  # nothing is drawn
+        window=wanted_window(teacher),
+        artifact=None if folder == teacher else teacher,
+        remote=remote_paths_of(workdir),
+        answer_tokens=max(answer.num_loss_tokens for answer in answers),
+    )
+
+    async def run() -> None:
+        sampler = await start_sampler(spec)
+        try:
+            await _score_all(cfg, shards, sampler, temperature=temperature, telemetry=telemetry)
+        finally:
+            await sampler.engine.close()
+
+    if not all(shard.is_done for shard in shards):
+        asyncio.run(run())
+    return _summary(workdir)
+
+
+async def _score_all(
+    cfg: OpdTeacherConfig,
+    shards: Sequence[Shard[TrainSample]],
+    sampler: Sampler,
+    *,
+    temperature: float,
+    telemetry: Telemetry,
+) -> None:
+    todo = [shard for shard in shards if not shard.is_done]
+    num_all, num_todo = (sum(len(shard.items) for shard in some) for some in (shards, todo))
+    num_done = num_all - num_todo
+    expect(sampler.engine, num_todo)
+    room = asyncio.Semaphore(sampler.limit)
+
+    async def work(_shard: Shard[TrainSample], answer: TrainSample) -> TrainSample:
+        nonlocal num_done
+        async with room:
+            scored = await scored_by(sampler.engine, answer, temperature=temperature, num_top=cfg.top_k)
+        num_done += 1
+        telemetry.progress(num_done, num_all, "answers scored by the teacher")
+        return scored
+
+    limit = cfg.runtime.max_in_flight * sampler.num_engines
+    # aclosing: an error in this loop also cancels the requests in flight
+    async with aclosing(work_shards(todo, work, limit=limit)) as finished:
+        async for shard, samples in finished:
+            write_shard(shard.path, samples)
+
+
+async def scored_by(
+    engine: InferenceEngine, answer: TrainSample, *, temperature: float, num_top: int = 0
+) -> TrainSample:
+    """Return an answer with the teacher's log-probs of its tokens, and of its likeliest tokens in their place."""
+    num_prompt = answer.num_prompt_tokens
+    prompt_ids, answer_ids = answer.token_ids[:num_prompt], answer.token_ids[num_prompt:]
+    try:
+        found = await score(engine, prompt_ids, answer_ids, temperature=temperature, num_top=num_top)
+    except ValueError as e:
+        raise DataError(f"problem {answer.problem_id}: the teacher's engine refuses an answer: {e}") from e
+    if any(map(math.isnan, found.logps + found.top_logps)):
+        raise DataError(f"problem {answer.problem_id}: the teacher's log-probs of an answer are NaN")
+    return replace(
+        answer,
+        teacher_logps=(0.0,) * num_prompt + found.logps,
+        top_ids=found.top_ids,
+        top_logps=found.top_logps,
+    )
+
+
+def _summary(workdir: Path) -> StageSummary:
+    """Return counts, with the distance of both models: the mean of log(student / teacher) over all tokens."""
+    num_answers = num_tokens = 0
+    gap = 0.0
+    for answer in read_shards(workdir / SCORED, TrainSample):
+        num_answers += 1
+        num_tokens += answer.num_loss_tokens
+        gap += sum(answer.old_logps) - sum(answer.teacher_logps)  # both are 0 on the prompt
+    ledger = LedgerStep.of("score", "answer", num_in=num_answers, dropped={})
+    counts = {"answers": num_answers, "tokens": num_tokens, "kl": round(gap / max(1, num_tokens), 4)}
+    return StageSummary(counts=counts, ledger=(ledger,))

@@ -1,0 +1,139 @@
+"""On-policy distillation is three stages between SFT and RL; its teacher is known, and warned of, before anything is spent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from klear_core.config.load import load_profile
+from klear_core.config.opd import OpdConfig
+from klear_core.config.opd_jobs import OpdScoresJob
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.settings import config_digest
+from klear_core.metrics import NullTelemetry
+from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.plan import PendingWork, teacher_note
+from klear_core.pipeline.preflight.model_checks import token_problems
+from klear_core.train.base_model import prepare_base
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GIVEN = {"kind": "given", "model": {"repo": "Qwen/Teacher-30B", "revision": "0" * 40}}
+
+
+def config(opd: dict[str, object], **changes: object) -> PipelineConfig:
+    return PipelineConfig.model_validate({"opd": opd, **changes})
+
+
+def inputs_of(config: PipelineConfig) -> dict[str, dict[str, str]]:
+    return {stage.name: dict(stage.inputs) for stage in stages_of(config)}
+
+
+def test_distillation_stands_between_sft_and_rl() -> None:
+    graph = inputs_of(config({"teacher": {"source": GIVEN}}))
+    assert graph["opd_teacher"] == {}
+    assert graph["opd_rollouts"] == {"model": "sft", "problems": "curate"}
+    assert graph["opd_scores"] == {"rollouts": "opd_rollouts", "student": "sft", "teacher": "opd_teacher"}
+    assert graph["opd"] == {"model": "sft", "scores": "opd_scores"}
+    assert graph["rl"]["model"] == "opd"
+    assert [name for name in graph if name.startswith("evaluate")] == [
+        "evaluate_base",
+        "evaluate_sft",
+        "evaluate_opd",
+        "evaluate_rl",
+    ]
+    assert "opd" not in inputs_of(PipelineConfig())
+
+
+def test_a_teacher_that_is_trained_here_learns_the_same_traces() -> None:
+    graph = inputs_of(config({"then_rl": False}))
+    assert graph["opd_teacher"] == {"model": "opd_teacher_base", "traces": "distill"}
+    assert "rl" not in graph
+    assert [name for name in graph if name.startswith("evaluate")] == ["evaluate_base", "evaluate_sft", "evaluate_opd"]
+    assert list(graph)[-1] == "report"
+
+
+def test_a_config_without_distillation_is_as_before() -> None:
+    assert "opd" not in PipelineConfig().model_dump()
+    assert config_digest(PipelineConfig()) == config_digest(PipelineConfig.model_validate({"opd": None}))
+
+
+def test_rollouts_depend_on_no_teacher_and_scores_on_no_training() -> None:
+    def digests(opd: dict[str, object]) -> dict[str, str]:
+        return {stage.name: config_digest(stage.job) for stage in stages_of(config(opd))}
+
+    first = digests({"teacher": {"source": GIVEN}})
+    other_teacher = {"kind": "given", "model": {"path": "elsewhere"}}
+    # The teacher itself is an input, so its place changes no settings.
+    assert digests({"teacher": {"source": other_teacher}})["opd_scores"] == first["opd_scores"]
+    longer = digests({"teacher": {"source": GIVEN}, "train": {"num_steps": 7}})
+    assert {name for name in first if longer[name] != first[name]} == {"opd", "report"}
+
+
+@pytest.mark.parametrize(
+    ("opd", "changes", "message"),
+    [
+        ({"then_rl": False}, {"rl_code": {}}, "leave rl_code out"),
+        ({"rollouts": {"sampling": {"temperature": 0.6}}, "teacher": {"engine": {"kind": "vllm"}}}, {}, "set it to 1"),
+        ({"rollouts": {"sampling": {"temperature": 0}}}, {}, "greedy"),
+        ({"rollouts": {"sampling": {"top_p": 0.9}}}, {}, "old_logps = 'sampler'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    opd: dict[str, object], changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(opd, **changes)
+
+
+def http(model: str) -> dict[str, object]:
+    return {"teacher": {"kind": "http", "base_url": "http://localhost/v1", "model": model}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "made_by"),
+    [
+        ({}, "the procedural teacher, a program"),
+        ({"distill": http("other")}, "other"),
+        ({"distill": {"teacher": {"kind": "local"}}}, "the base model"),
+        ({"given": {"sft": {"path": "m"}}}, "whoever made the traces of the given SFT model"),
+        ({"given": {"distill": "t.jsonl"}}, "whoever made the given traces"),
+        ({"distill": http("teacher-30b")}, ""),
+        ({"distill": {"teacher": {"kind": "local", "model": GIVEN["model"]}}}, ""),
+    ],
+)
+def test_a_teacher_other_than_that_of_the_traces_is_warned_of(changes: dict[str, object], made_by: str) -> None:
+    note = teacher_note(config({"teacher": {"source": GIVEN}}, **changes))
+    assert (f"the SFT traces are by {made_by}" in note) if made_by else note == ""
+
+
+def test_without_distillation_or_with_a_teacher_trained_here_nothing_is_warned_of() -> None:
+    assert teacher_note(PipelineConfig()) == ""
+    assert teacher_note(config({})) == ""
+
+
+def test_a_teacher_of_other_tokens_is_found_before_anything_runs(tmp_path: Path) -> None:
+    prepare_base(PipelineConfig().model, seed=0, workdir=tmp_path, telemetry=NullTelemetry())
+    folder = tmp_path / "model"
+
+    def problems() -> list[str]:
+        source = {"kind": "given", "model": {"path": str(folder)}}
+        made = config({"teacher": {"source": source}}, workspace={"root": str(tmp_path / "runs")})
+        return list(token_problems(PendingWork.of(made, None, ())))
+
+    assert problems() == []
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["content"] = token["content"].replace("im_start", "begin")
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (problem,) = problems()
+    assert problem.startswith("opd.teacher.source.model: 1 of the student's tokens have another id")
+
+
+def test_the_laptop_profile_ends_with_the_distilled_model() -> None:
+    stages = stages_of(load_profile(CONFIGS / "laptop_opd"))
+    assert [stage.name for stage in stages if stage.job.makes_model][-1] == "opd"
+    assert any(isinstance(stage.job, OpdScoresJob) for stage in stages)
+    assert OpdConfig().train.num_steps == 150
