@@ -23,6 +23,7 @@ from tasks.tracking import RunInfo
 
 if TYPE_CHECKING:
     from klear_core.evaluate.compare.promotion import Rival, RivalIs
+    from klear_core.evaluate.sample import Benchmark
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +32,16 @@ log = logging.getLogger(__name__)
 def evaluate(job: EvaluateJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Make judged answers of `model` to `benchmarks`, and scores with confidence intervals."""
     from klear_core.evaluate.run import evaluate_model
-    from klear_core.evaluate.sample import read_suite
 
+    suite = _suite_of(job, inputs)
     if isinstance(job.evaluate.engine, ServedModelConfig):
-        return _evaluate_served(job, inputs, workdir=workdir, telemetry=telemetry)
+        return _evaluate_served(job, suite, workdir=workdir, telemetry=telemetry)
     model = inputs["model"].path
     with open_engines_and_judges(job.evaluate.engine, job.evaluate.runtime, model, section="evaluate") as compute:
         return evaluate_model(
             job.evaluate,
             job.verify,
-            read_suite(inputs["benchmarks"].path, job.benchmarks),
+            suite,
             model=model,
             seed=job.seed,
             workdir=workdir,
@@ -49,12 +50,22 @@ def evaluate(job: EvaluateJob, inputs: Inputs, *, workdir: Path, telemetry: Tele
         )
 
 
-def _evaluate_served(job: EvaluateJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+def _suite_of(job: EvaluateJob, inputs: Inputs) -> list[Benchmark]:
+    """Return the benchmarks, with the answers of earlier evaluations of the model that would be sampled again."""
+    from klear_core.evaluate.sample import earlier_answers, read_suite
+
+    model = inputs["model"]
+    artifacts = model.path.parents[1]  # an artifact is at `<kind>/<fingerprint>`
+    earlier = earlier_answers(artifacts, job, model=model.fingerprint)
+    return read_suite(inputs["benchmarks"].path, job.benchmarks, earlier)
+
+
+def _evaluate_served(
+    job: EvaluateJob, suite: Sequence[Benchmark], *, workdir: Path, telemetry: Telemetry
+) -> StageSummary:
     """Score a model that is served elsewhere; only its judges run here."""
     from klear_core.distill.served import evaluate_served
-    from klear_core.evaluate.sample import read_suite
 
-    suite = read_suite(inputs["benchmarks"].path, job.benchmarks)
     with open_judges() as build_judges:
         return evaluate_served(
             job.evaluate,

@@ -33,7 +33,7 @@ SIGNATURES = {
     "train_sft": "cfg * model traces workdir seed=0 telemetry= run_ranks= open_scorer=",
 }
 RECORDS = {
-    "Benchmark": "name problems num_samples clusters= prompt=",
+    "Benchmark": "name problems num_samples clusters= prompt= earlier=",
     "RlSetup": "cfg model workdir seed=0 remote=None",
 }
 SETTINGS = {

@@ -16,6 +16,8 @@ from klear_core.hf_config import check_architecture, check_gguf, check_model_typ
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 CARD = "README.md"
+SERVED = "served.json"
+"""File of an artifact that stands for a model served elsewhere: its name and addresses."""
 _CONFIG = "config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER = "tokenizer.json"

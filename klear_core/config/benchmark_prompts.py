@@ -10,7 +10,7 @@ from typing import Literal, get_args
 QUESTION = "{question}"
 """Placeholder of the question in a prompt template."""
 
-PromptName = Literal["plain", "boxed", "lighteval", "lm_eval", "livecodebench"]
+PromptName = Literal["plain", "boxed", "lighteval", "lm_eval", "simple_evals", "livecodebench"]
 
 MATH_PROMPTS: dict[str, str] = {
     "boxed": QUESTION + "\nPlease reason step by step, and put your final answer within \\boxed{}.",
@@ -21,9 +21,14 @@ MATH_PROMPTS: dict[str, str] = {
         "before answering.\n\n" + QUESTION
     ),
     "lm_eval": "Problem:\n" + QUESTION + "\n\nSolution:",
+    "simple_evals": (
+        "Answer the following multiple choice question. The last line of your response should be of the following "
+        "format: 'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before "
+        "answering.\n\n" + QUESTION
+    ),
 }
 """`boxed`: the model cards of Qwen3 and DeepSeek-R1. `lighteval`: its MATH_QUERY_TEMPLATE (AIME, MATH-500). `lm_eval`:
-its task minerva_math, without examples."""
+its task minerva_math, without examples. `simple_evals`: GPQA in OpenAI's simple-evals, also DeepSeek-R1's."""
 
 _LCB_STARTER = (
     "You will use the following starter code to write the solution to the problem and enclose your code within "

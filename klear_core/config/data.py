@@ -33,6 +33,8 @@ RowSchema = Literal[
     "humaneval",
     "leetcode",
     "math_benchmark",
+    "gpqa",
+    "mmlu_pro",
     "problem_answer",
     "big_math",
     "numinamath",
@@ -333,8 +335,8 @@ class BenchmarkConfig(Settings):
     """Size of the part to score, drawn by the run's seed; None: all of it. `expected_rows` counts the whole."""
     prompt: str = Field(default="plain", exclude_if=lambda prompt: prompt == "plain")
     """Prompt that the questions are asked in: `plain` (as they stand; Klear-Reasoner's protocol), `boxed` (Qwen's and
-    DeepSeek-R1's model cards), `lighteval`, `lm_eval`, `livecodebench`, or a template with `{question}` once. It
-    belongs to the score: others are compared only if theirs is the same."""
+    DeepSeek-R1's model cards), `lighteval`, `lm_eval`, `simple_evals` (GPQA), `livecodebench`, or a template with
+    `{question}` once. It belongs to the score: others are compared only if theirs is the same."""
     published: date | None = Field(default=None, exclude_if=lambda day: day is None)
     """First day on which one of its problems was public, for sets of one's own; None: unknown, or that of `known`."""
 

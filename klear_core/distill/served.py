@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from klear_core.artifacts.manifest import GivenRecord, StageSummary
+from klear_core.artifacts.model_files import SERVED
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.evaluate import EvaluateConfig, ServedModelConfig
 from klear_core.config.verify import VerifyConfig
@@ -40,7 +41,7 @@ _USAGE = "usage.json"
 def note_served(model: str, addresses: Sequence[str], *, workdir: Path) -> StageSummary:
     """Write `workdir/served.json`, which stands for a model whose weights are not here."""
     record = {"model": model, "addresses": list(addresses), "weights": "unknown"}
-    (workdir / "served.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (workdir / SERVED).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     note = f"{model} is served at {', '.join(addresses)}: its weights, template and training data are unknown"
     given = GivenRecord(origin=f"{model} at {', '.join(addresses)}", licence="not stated", files=())
     return StageSummary(notes=(note,), given=given)

@@ -155,7 +155,7 @@ async def answer_benchmarks(
     todo = [shard for shard in shards if not shard.is_done]
     if len(todo) < len(shards):
         log.info("evaluate: %d of %d shards were finished by an earlier run", len(shards) - len(todo), len(shards))
-    num_requests = sum(len(shard.items) for shard in todo)
+    num_requests = sum(answer.earlier is None for shard in todo for answer in shard.items)
     gate = LongestFirst(setup.max_sampling, num_requests=num_requests)
     setup.answers.expect(num_requests)
     run = AnswerWorker(cfg, suite, setup, gate, seed=seed, telemetry=telemetry)
@@ -215,7 +215,20 @@ def report_scores(
     telemetry.log(metrics, step=0)
     counts["problems"] = sum(report.num_problems for report in reports)
     counts["answers"] = sum(step.num_in for step in ledger)
-    return StageSummary(counts=counts, ledger=tuple(ledger), seeds={"evaluate": seed}, notes=warning_lines(reports))
+    notes = [*warning_lines(reports), *(line for b in suite if (line := _line_of_earlier(cfg, b, workdir)))]
+    return StageSummary(counts=counts, ledger=tuple(ledger), seeds={"evaluate": seed}, notes=tuple(notes))
+
+
+def _line_of_earlier(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path) -> str:
+    """Return how many answers other evaluations sampled, for the report; empty if none."""
+    known = [answer.earlier is not None for shard in plan_answers(cfg, benchmark, workdir) for answer in shard.items]
+    if not any(known):
+        return ""
+    of = ", ".join(benchmark.earlier.evaluations)
+    return (
+        f"{benchmark.name}: {sum(known):,} of {len(known):,} answers were sampled by earlier evaluations ({of}) and "
+        "judged again"
+    )
 
 
 def _stored(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path, template: str = "") -> Iterator[EvalSample]:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.records import Shard, plan_shards, read_shard, read_shards, write_shard
+from klear_core.artifacts.store import LocalStore
 from klear_core.config.benchmark_prompts import MATH_PROMPTS, QUESTION, livecodebench_prompt
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.evaluate import EvaluateConfig, SamplingConfig
+from klear_core.config.settings import result_settings
+from klear_core.config.stage import EvaluateJob
 from klear_core.data.benchmarks import read_clusters
 from klear_core.data.formats.code_rows import without_instructions
-from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
+from klear_core.errors import ArtifactError, DataError, JudgeError, KlearError, ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
 from klear_core.generate.factory import LongestFirst
 from klear_core.generate.pool import expect
@@ -26,8 +31,35 @@ from klear_core.scores import SAMPLES_FOLDER
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Domain, EvalSample, FinishReason, Judge, Outcome, Problem
 
+log = logging.getLogger(__name__)
+
 TEMPLATES_FOLDER = "templates"
 """Folder of an evaluation with a folder for each prompt template, which has the answers to the questions in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """The text of an answer, and what is counted of it."""
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason
+
+
+AnswerKey = tuple[str, str, str, int]
+"""What an answer depends on in a run: its benchmark, the question as it was asked, the decoding, and its number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierAnswers:
+    """Answers of finished evaluations that another one would sample again; it judges them, and samples the others."""
+
+    responses: Mapping[AnswerKey, Response] = field(default_factory=dict)
+    evaluations: tuple[str, ...] = ()
+    """First digits of the fingerprints of those evaluations."""
+
+
+NO_EARLIER = EarlierAnswers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +73,8 @@ class Benchmark:
     """Cluster by problem id; problems without one are left out."""
     prompt: str = "plain"
     """Name or template of the prompt that the questions are asked in."""
+    earlier: EarlierAnswers = NO_EARLIER
+    """Answers that are not sampled again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +89,13 @@ class PlannedAnswer:
     """Name of the prompt template; empty for the benchmark's own prompt."""
     prompt: str = "plain"
     """The benchmark's own prompt."""
+    earlier: Response | None = None
+    """The response of an earlier evaluation; None: it is to be sampled."""
 
 
-def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchmark]:
+def read_suite(
+    folder: Path, configs: Sequence[BenchmarkConfig], earlier: EarlierAnswers = NO_EARLIER
+) -> list[Benchmark]:
     """Read these benchmarks from the benchmarks' artifact folder; problems are unique, and each has at least one."""
     suite = []
     by_problem = read_clusters(folder)
@@ -72,6 +110,7 @@ def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchma
                 num_samples=cfg.num_samples,
                 clusters=clusters,
                 prompt=cfg.prompt,
+                earlier=earlier,
             )
         )
     return suite
@@ -102,8 +141,15 @@ def plan_answers(
             answers.append(
                 PlannedAnswer(benchmark=name, problem=problem, decoding="greedy", sample_idx=0, prompt=benchmark.prompt)
             )
+    if not template and benchmark.earlier.responses:
+        answers = [_with_earlier(answer, cfg, benchmark.earlier) for answer in answers]
     folder = workdir / TEMPLATES_FOLDER / template if template else workdir / SAMPLES_FOLDER
     return plan_shards(folder, answers, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{name}-")
+
+
+def _with_earlier(answer: PlannedAnswer, cfg: EvaluateConfig, earlier: EarlierAnswers) -> PlannedAnswer:
+    key = (answer.benchmark, asked(answer, cfg), answer.decoding, answer.sample_idx)
+    return replace(answer, earlier=earlier.responses.get(key))
 
 
 def plan_suite(cfg: EvaluateConfig, suite: Sequence[Benchmark], workdir: Path) -> list[Shard[PlannedAnswer]]:
@@ -115,13 +161,39 @@ def plan_suite(cfg: EvaluateConfig, suite: Sequence[Benchmark], workdir: Path) -
     return shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
-    """The text of an answer, and what is counted of it."""
+def earlier_answers(artifacts: Path, job: EvaluateJob, *, model: str) -> EarlierAnswers:
+    """Return the answers that this evaluation would sample again: those of finished evaluations of the same model (by
+    its fingerprint) with the same seed, sampling and engine. Their benchmarks and judges may be others.
 
-    text: str
-    num_tokens: int
-    finish_reason: FinishReason
+    `artifacts` is the workspace's folder of them; a damaged evaluation is left out with a warning.
+    """
+    store, wanted = LocalStore(artifacts), _sampled_by(result_settings(job))
+    responses: dict[AnswerKey, Response] = {}
+    used: list[str] = []
+    for folder in store.folders(job.kind):
+        try:
+            manifest = read_manifest(folder)
+            is_of_model = ("model", model) in [(record.role, record.fingerprint) for record in manifest.inputs]
+            if not is_of_model or manifest.code_version != job.code_version:
+                continue
+            if _sampled_by(manifest.result_config) != wanted:
+                continue
+            if damage := store.damage(job.kind, manifest.fingerprint):
+                raise ArtifactError(damage)
+        except ArtifactError as e:
+            log.warning("the answers of a damaged evaluation are not used: %s: %s", folder, e)
+            continue
+        used.append(manifest.fingerprint[:6])
+        for sample in read_shards(folder / SAMPLES_FOLDER, EvalSample):
+            response = Response(text=sample.response, num_tokens=sample.num_tokens, finish_reason=sample.finish_reason)
+            responses[sample.benchmark, sample.question, sample.decoding, sample.sample_idx] = response
+    return EarlierAnswers(responses=responses, evaluations=tuple(used))
+
+
+def _sampled_by(result_config: Mapping[str, Any]) -> list[Any]:
+    """Return the settings of an evaluation that decide what is sampled, beside its benchmarks."""
+    evaluate = result_config["evaluate"]
+    return [result_config["seed"], evaluate["sampling"], evaluate["engine"]]
 
 
 class Answers(Protocol):
@@ -231,12 +303,14 @@ class AnswerWorker:
         # All benchmarks are one queue, so that the engine runs empty only at the end of the last one.
         key = (planned.benchmark, planned.problem.problem_id)
         question = asked(planned, self.cfg)
-        async with self.gate.slot(key):
-            # The slot covers sampling alone: an answer that waits for its judge keeps no room in the engine.
-            response = await self.setup.answers.answer(planned, question, params)
+        response = planned.earlier
         if response is None:
-            return None
-        self.gate.record(key, response.num_tokens)
+            async with self.gate.slot(key):
+                # The slot covers sampling alone: an answer that waits for its judge keeps no room in the engine.
+                response = await self.setup.answers.answer(planned, question, params)
+            if response is None:
+                return None
+            self.gate.record(key, response.num_tokens)
         sample = await judged(planned, question, response, self.setup.judge)
         self._count(sample)
         return sample

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from klear_core.artifacts.files import hash_all, sha256_of
 from klear_core.artifacts.hub import check_content
 from klear_core.artifacts.manifest import POINTER, FileRecord, GivenRecord, StageSummary
-from klear_core.artifacts.model_files import check_folder, download, licence_in, origin_of, repo_of, weight_files
+from klear_core.artifacts.model_files import (
+    SERVED,
+    check_folder,
+    download,
+    licence_in,
+    origin_of,
+    repo_of,
+    weight_files,
+)
 from klear_core.config.train import GgufModelConfig, HubModelConfig, ModelConfig, PublishedModel, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.hf_config import check_gguf, read_hf_config
@@ -102,6 +110,8 @@ def model_folder(artifact: Path) -> Path:
     folder = artifact / "model"
     if folder.is_dir():
         return folder
+    if (artifact / SERVED).is_file():
+        raise ArtifactError(f"{artifact}: is served elsewhere, so that it can be scored, and its weights are not here")
     pointer = artifact / POINTER
     if not pointer.is_file():
         raise ArtifactError(f"{artifact}: neither model/ nor {POINTER} is here")

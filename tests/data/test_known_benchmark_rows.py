@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from pathlib import Path
 
 import pytest
 
-from klear_core.config.data import BenchmarkConfig
+from klear_core.config.data import BenchmarkConfig, FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark, prepare_benchmarks
+from klear_core.data.candidates import Candidate
+from klear_core.data.sources import read_source
 from klear_core.errors import DataError
 from klear_core.metrics import NullTelemetry
-from klear_core.types import AssertTests, CodeReference, MathReference
+from klear_core.types import AssertTests, CodeReference, MathReference, Problem
 from klear_core.verify import JudgePool
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -159,6 +162,100 @@ def test_the_question_of_an_olympiad_row_begins_with_what_it_shares_with_others(
     source = {"kind": "file", "path": str(written(tmp_path / "b.jsonl", row)), "row_schema": "math_benchmark"}
     (problem,) = load_benchmark(BenchmarkConfig.model_validate({"name": "o", "source": source}), seed=0)
     assert problem.question == "Let x = 1.\nWhat is x + 1?"
+
+
+def test_columns_of_apex_arxivmath_and_beyondaime_are_those_on_their_cards(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"problem_idx": 1, "answer": "5", "source": "SMT", "problem": "A?"},  # Apex
+        {"problem_idx": 1, "answer": "$2^n$", "problem": "B?", "source": "2605.1", "title": "t", "authors": "a"},
+        {"problem": "C?", "answer": 33124147},  # BeyondAIME
+    ]
+    assert answers_of("mixed", *rows, tmp_path=tmp_path) == ["5", "2^n", "33124147"]
+
+
+GPQA: dict[str, object] = {
+    "Question": "Which is even?\n",
+    "Correct Answer": "2\n",
+    "Incorrect Answer 1": "1",
+    "Incorrect Answer 2": "3",
+    "Incorrect Answer 3": "5",
+    "Subdomain": "Arithmetic",
+}
+
+
+def choices(path: Path, row_schema: str, *, seed: int = 0) -> list[Problem]:
+    source = {"kind": "file", "path": str(path), "row_schema": row_schema}
+    return load_benchmark(BenchmarkConfig.model_validate({"name": "b", "source": source}), seed=seed)
+
+
+def test_gpqa_s_options_have_one_order_for_every_seed_and_the_right_one_is_not_always_first(tmp_path: Path) -> None:
+    path = tmp_path / "gpqa_diamond.csv"
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(GPQA))
+        table.writeheader()
+        table.writerows(GPQA | {"Question": f"Which is even? ({i})\n"} for i in range(40))
+    problems = choices(path, "gpqa")
+    assert problems == choices(path, "gpqa", seed=1)
+    letters = []
+    for problem in problems:
+        question, _, *options = problem.question.splitlines()
+        assert question.startswith("Which is even? (")
+        assert sorted(option[3:] for option in options) == ["1", "2", "3", "5"]
+        assert isinstance(problem.reference, MathReference)
+        (letter,) = problem.reference.answers
+        assert f"{letter}) 2" in options
+        letters.append(letter)
+    assert set(letters) == set("ABCD")
+
+
+def test_a_gpqa_row_with_the_right_option_twice_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "b.jsonl", GPQA | {"Incorrect Answer 2": "2"})
+    with pytest.raises(DataError, match=r"two options of 'Which is even\?' are the same"):
+        choices(path, "gpqa")
+
+
+MMLU_PRO: dict[str, object] = {
+    "question_id": 70,
+    "question": "Which is odd?",
+    "options": ["2", "4", "5"],
+    "answer": "C",
+    "answer_index": 2,
+    "category": "math",
+}
+
+
+def test_mmlu_pro_keeps_its_order_and_a_row_must_name_one_option(tmp_path: Path) -> None:
+    (problem,) = choices(written(tmp_path / "b.jsonl", MMLU_PRO), "auto")
+    assert problem.question == "Which is odd?\n\nA) 2\nB) 4\nC) 5"
+    assert problem.reference == MathReference(answers=("C",))
+    for wrong in ({"answer_index": 1}, {"answer": "D", "answer_index": 3}):
+        with pytest.raises(DataError, match="name no one option"):
+            choices(written(tmp_path / "b.jsonl", MMLU_PRO | wrong), "auto")
+
+
+def test_subdomain_and_category_are_the_clusters_of_multiple_choice(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [GPQA, MMLU_PRO]
+    sources = [FileSource(path=str(written(tmp_path / f"{i}.jsonl", row))) for i, row in enumerate(rows)]
+    found = [candidate for source in sources for candidate in read_source(source, seed=0)]
+    assert [one.cluster for one in found if isinstance(one, Candidate)] == ["Arithmetic", "math"]
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("The last is odd.\nAnswer: C", 1.0),
+        ("**Answer: C**", 1.0),
+        (r"So \boxed{C}.", 1.0),
+        (r"\boxed{\text{C) 5}}", 1.0),
+        ("Answer: B", 0.0),
+        (r"\boxed{B}", 0.0),
+        ("I think that 5 is odd.", 0.0),
+    ],
+)
+def test_the_letter_of_a_choice_is_judged_in_a_box_and_after_answer(tmp_path: Path, said: str, score: float) -> None:
+    (problem,) = choices(written(tmp_path / "b.jsonl", MMLU_PRO), "mmlu_pro")
+    with JudgePool(VerifyConfig()) as judges:
+        assert judges.judge(problem, f"<think>\n</think>\n\n{said}").score == score
 
 
 @needs_shared

@@ -19,12 +19,13 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.served import evaluate_served, note_served
 from klear_core.distill.teachers.teacher import BudgetError
-from klear_core.errors import TeacherError
+from klear_core.errors import ArtifactError, TeacherError
 from klear_core.evaluate.sample import Benchmark
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.preflight.exposure import given_contamination
 from klear_core.scores import read_reports
+from klear_core.train.base_model import model_folder
 from klear_core.types import EvalSample, Problem, Verdict
 
 TOY = Benchmark(name="toy", problems=tuple(make_problem(i) for i in (4, 5)), num_samples=2)
@@ -138,6 +139,8 @@ def test_a_run_with_a_served_model_scores_it_alone_and_says_that_nothing_is_know
     assert summary.notes == ("r1 is served at http://host/v1: its weights, template and training data are unknown",)
     assert summary.given is not None
     assert summary.given.files == ()
+    with pytest.raises(ArtifactError, match="is served elsewhere, so that it can be scored"):
+        model_folder(tmp_path)  # what trains, publishes or serves a model asks for its folder
 
 
 @pytest.mark.parametrize(

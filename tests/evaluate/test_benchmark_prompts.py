@@ -27,6 +27,12 @@ def test_the_prompt_of_model_cards_asks_for_a_box_and_leaves_programs_alone() ->
     assert in_prompt("Sort.", "boxed", Domain.CODE) == "Sort."
 
 
+def test_simple_evals_asks_gpqa_for_the_letter_on_a_last_line() -> None:
+    asked = in_prompt("Which?\n\nA) 1\nB) 2", "simple_evals", Domain.MATH)
+    assert asked.startswith("Answer the following multiple choice question. The last line of your response should be")
+    assert asked.endswith("Think step by step before answering.\n\nWhich?\n\nA) 1\nB) 2")
+
+
 def test_a_template_of_ones_own_has_the_question_once() -> None:
     assert in_prompt("1 + 1?", "Q: {question} {A}", Domain.MATH) == "Q: 1 + 1? {A}"
     for wrong in ("Q:", "{question}{question}", "qwen"):

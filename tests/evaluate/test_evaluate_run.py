@@ -2,18 +2,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_problem, render
 
-from klear_core.artifacts.manifest import StageSummary
+from klear_core.artifacts.manifest import InputRecord, Manifest, StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
-from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
+from klear_core.artifacts.store import LocalStore
+from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig, TorchEngineConfig
+from klear_core.config.settings import result_settings
+from klear_core.config.stage import EvaluateJob
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
 from klear_core.evaluate.run import answer_benchmarks, report_scores
-from klear_core.evaluate.sample import Benchmark, EngineAnswers, EvalSetup
+from klear_core.evaluate.sample import NO_EARLIER, Benchmark, EngineAnswers, EvalSetup, earlier_answers
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import LocalMember
 from klear_core.generate.pool import EnginePool, RestartLimit
@@ -78,6 +83,79 @@ def test_more_samples_do_not_change_earlier_ones(tmp_path: Path) -> None:
     run(tmp_path / "3", make_exam())
     run(tmp_path / "4", make_exam(), suite=(more,))
     assert set(samples(tmp_path / "3")) < set(samples(tmp_path / "4"))
+
+
+def store_evaluation(artifacts: Path, job: EvaluateJob, fingerprint: str) -> None:
+    """A finished evaluation of the model "m" with these settings."""
+    store = LocalStore(artifacts)
+    with store.create(job.kind, fingerprint) as slot:
+        run(slot.workdir, make_exam(), job.evaluate)
+        manifest = Manifest(
+            kind=job.kind,
+            fingerprint=fingerprint,
+            stage="evaluate_sft",
+            code_version=job.code_version,
+            config=job.model_dump(mode="json"),
+            result_config=result_settings(job),
+            inputs=(InputRecord(role="model", kind="sft", fingerprint="m"),),
+            git_commit=None,
+            git_dirty=False,
+            versions={},
+            seeds={},
+            counts={},
+            ledger=(),
+            notes=(),
+            mlflow_run_id=None,
+            created_at=datetime.now(UTC),
+            attempts=1,
+            wall_s=1.0,
+        )
+        slot.publish(manifest)
+
+
+def test_a_larger_n_takes_the_answers_of_an_earlier_evaluation_and_samples_the_others(tmp_path: Path) -> None:
+    benchmarks = (BenchmarkConfig(name="toy", source=FileSource(path="toy.jsonl"), num_samples=3),)
+    job = EvaluateJob(seed=3, evaluate=CFG, verify=VerifyConfig(), benchmarks=benchmarks)
+    store_evaluation(tmp_path, job, "abcdef01")
+    more = dataclasses.replace(TOY, num_samples=5)
+    larger = job.model_copy(update={"benchmarks": (benchmarks[0].model_copy(update={"num_samples": 5}),)})
+    begun = dataclasses.replace(more, earlier=earlier_answers(tmp_path, larger, model="m"))
+
+    engine = FakeEngine()
+    summary = run(tmp_path / "more", make_exam(engine), suite=(begun,))
+    assert len(engine.asked) == 10  # two more for each of five problems; the greedy ones are there
+    run(tmp_path / "at_once", make_exam(), suite=(more,))
+    assert samples(tmp_path / "more") == samples(tmp_path / "at_once")
+    assert read_reports(tmp_path / "more") == read_reports(tmp_path / "at_once")
+    note = "toy: 20 of 30 answers were sampled by earlier evaluations (abcdef) and judged again"
+    assert note in summary.notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "model"),
+    [
+        ({"seed": 4}, "m"),
+        ({"evaluate": CFG.model_copy(update={"sampling": EvaluateSamplingConfig(temperature=0.7)})}, "m"),
+        ({"evaluate": CFG.model_copy(update={"engine": TorchEngineConfig(dtype="bfloat16")})}, "m"),
+        ({}, "another"),
+    ],
+)
+def test_answers_of_another_seed_sampling_engine_or_model_are_sampled_anew(
+    tmp_path: Path, changes: dict[str, object], model: str
+) -> None:
+    job = EvaluateJob(seed=3, evaluate=CFG, verify=VerifyConfig(), benchmarks=())
+    store_evaluation(tmp_path, job, "abcdef01")
+    assert len(earlier_answers(tmp_path, job, model="m").responses) == 20
+    assert earlier_answers(tmp_path, job.model_copy(update=changes), model=model) == NO_EARLIER
+
+
+def test_answers_of_a_damaged_evaluation_are_not_used(tmp_path: Path) -> None:
+    job = EvaluateJob(seed=3, evaluate=CFG, verify=VerifyConfig(), benchmarks=())
+    store_evaluation(tmp_path, job, "abcdef01")
+    shard = next((tmp_path / "evaluate" / "abcdef01" / "samples").glob("*.parquet"))
+    shard.chmod(0o644)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert earlier_answers(tmp_path, job, model="m") == NO_EARLIER
 
 
 def test_greedy_can_be_left_out(tmp_path: Path) -> None:

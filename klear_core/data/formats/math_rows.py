@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from klear_core.data.formats.fields import (
     Fields,
@@ -18,7 +18,9 @@ from klear_core.data.formats.fields import (
     rating_at,
     text_at,
     user_message,
+    value_at,
 )
+from klear_core.seeding import seed_for
 from klear_core.types import Domain, MathReference, Reference, UnverifiableReference
 from klear_core.verify.math.answer_text import boxed_texts
 
@@ -139,6 +141,51 @@ def _unsolved_share(fields: Fields) -> float | None:
     return 1 - solved
 
 
+# ---- choices ----
+# Read multiple-choice questions: the options follow the question by letter, and the reference is a letter.
+
+
+_OPTION_LETTERS = "ABCDEFGHIJ"
+_GPQA_OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+def _with_options(question: str, options: Sequence[str]) -> str:
+    """Return a question with its options below it, as simple-evals writes them."""
+    listed = [f"{letter}) {option}" for letter, option in zip(_OPTION_LETTERS, options, strict=False)]
+    return "\n".join([question, "", *listed])
+
+
+def _gpqa_options(fields: Fields) -> list[str]:
+    """Return the options in an order drawn from the row alone; the published columns have the right one first.
+
+    Every run asks the same questions, whatever its seed, so that scores can be compared problem by problem.
+    """
+    question, options = text_at(fields, "Question"), [text_at(fields, key) for key in _GPQA_OPTIONS]
+    if len(set(options)) < len(options):
+        raise RowError("bad_options", "Correct Answer", f"two options of {question[:60]!r} are the same")
+    return sorted(options, key=lambda option: seed_for(0, "data/options", question, option))
+
+
+def _gpqa_reference(fields: Fields) -> MathReference:
+    right = _gpqa_options(fields).index(text_at(fields, "Correct Answer"))
+    return MathReference(answers=(_OPTION_LETTERS[right],))
+
+
+def _mmlu_pro_options(fields: Fields) -> list[str]:
+    options = value_at(fields, "options")
+    if not isinstance(options, list) or not 2 <= len(options) <= len(_OPTION_LETTERS):
+        raise RowError("bad_options", "options", f"expected a list of 2 to 10 options, found {options!r:.80}")
+    return [str(option).strip() for option in options]
+
+
+def _mmlu_pro_reference(fields: Fields) -> MathReference:
+    """Return the letter of the right option; the row states it twice, which must agree."""
+    letter, index = text_at(fields, "answer"), value_at(fields, "answer_index")
+    if letter not in _OPTION_LETTERS[: len(_mmlu_pro_options(fields))] or index != _OPTION_LETTERS.index(letter):
+        raise RowError("bad_reference", "answer", f"answer {letter!r} and answer_index {index!r} name no one option")
+    return MathReference(answers=(letter,))
+
+
 MATH_SCHEMAS = (
     Schema(  # nvidia/AceReason-Math, agentica-org/DeepScaleR-Preview-Dataset
         name="problem_answer",
@@ -226,5 +273,21 @@ MATH_SCHEMAS = (
         question=lambda fields: text_at(fields, "problem"),
         reference=lambda fields: _one_answer(fields, "expected_answer"),
         rating=no_rating,
+    ),
+    Schema(  # Idavidrein/gpqa
+        name="gpqa",
+        signatures=(frozenset({"Question", *_GPQA_OPTIONS}),),
+        question=lambda fields: _with_options(text_at(fields, "Question"), _gpqa_options(fields)),
+        reference=_gpqa_reference,
+        rating=no_rating,
+        cluster=lambda fields: str(fields.get("Subdomain") or ""),
+    ),
+    Schema(  # TIGER-Lab/MMLU-Pro
+        name="mmlu_pro",
+        signatures=keys("question options answer answer_index category"),
+        question=lambda fields: _with_options(text_at(fields, "question"), _mmlu_pro_options(fields)),
+        reference=_mmlu_pro_reference,
+        rating=no_rating,
+        cluster=lambda fields: str(fields.get("category") or ""),
     ),
 )
