@@ -53,7 +53,13 @@ def curate(job: data.CurateJob, inputs: Inputs, *, workdir: Path, telemetry: Tel
 
     own = inputs["benchmarks"].path
     return curate_problems(
-        job.curate, benchmarks=own, verify=job.runtime.verify, seed=job.seed, workdir=workdir, telemetry=telemetry
+        job.curate,
+        benchmarks=own,
+        verify=job.runtime.verify,
+        open_judges=resources.open_judges,
+        seed=job.seed,
+        workdir=workdir,
+        telemetry=telemetry,
     )
 
 
@@ -65,9 +71,14 @@ def given_problems(job: data.GivenProblemsJob, inputs: Inputs, *, workdir: Path,
 
     given = describe_rows(job.runtime.sources, origin=job.origin(), licence=job.given_facts().licence)
     own = inputs["benchmarks"].path
-    verify = job.runtime.verify
     summary = curate_problems(
-        job.curation(), benchmarks=own, verify=verify, seed=job.seed, workdir=workdir, telemetry=telemetry
+        job.curation(),
+        benchmarks=own,
+        verify=job.runtime.verify,
+        open_judges=resources.open_judges,
+        seed=job.seed,
+        workdir=workdir,
+        telemetry=telemetry,
     )
     return summary.model_copy(update={"given": given})
 

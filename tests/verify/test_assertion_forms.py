@@ -106,6 +106,22 @@ FORMS = {
     "a list of objects": ("assert line(2) == [Point(0, 0), Point(1, 0)] and {Point(0): 1}[line(1)[0]] == 1", DATA + "def line(n): return [Point(i) for i in range(n)]", "Point(i)", "Point(i, i)"),
     "sorting objects": ("assert sorted([Point(2), Point(1)])[0].x == 1 and max(Point(2), Point(3)).x == 3 and min([Point(2), Point(1)], key=lambda p: -p.x).x == 2", DATA, "x: int", "y: int"),
     "subtests": ("import unittest\nclass T(unittest.TestCase):\n    def test_all(self):\n        for i in range(3):\n            with self.subTest(i=i):\n                self.assertEqual(sq(i), i * i)", "def sq(x): return x * x", "x * x", "x"),
+    'an iterator class': ('it=Count(3)\nassert iter(it) is it\nassert next(it)==1 and list(it)==[2,3]\ntry:\n    next(it)\n    assert False\nexcept StopIteration: pass', 'class Count:\n    def __init__(self,n): self.i,self.n=0,n\n    def __iter__(self): return self\n    def __next__(self):\n        if self.i>=self.n: raise StopIteration\n        self.i+=1\n        return self.i', 'self.i+=1', 'self.i+=2'),
+    'the cause of an exception': ("try:\n    f()\n    assert False\nexcept RuntimeError as e:\n    assert isinstance(e.__cause__, KeyError) and e.args==('outer',)", "def f():\n    try: {}['a']\n    except KeyError as k: raise RuntimeError('outer') from k", "'outer'", "'inner'"),
+    'an exception of the standard library': ('from dataclasses import FrozenInstanceError\np=Q(1)\ntry:\n    p.x=2\n    assert False\nexcept FrozenInstanceError: pass\nassert hash(Q(1))==hash(Q(1)) and {Q(1),Q(1)}=={Q(1)}', 'from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Q:\n    x: int', 'frozen=True', 'unsafe_hash=True'),
+    'functools.wraps around a function of the tests': ("n=[0]\n@retry(3)\ndef flaky():\n    n[0]+=1\n    if n[0]<3: raise OSError\n    return 'ok'\nassert flaky()=='ok' and n==[3] and flaky.__name__=='flaky'", 'import functools\ndef retry(k):\n    def deco(f):\n        @functools.wraps(f)\n        def inner(*a):\n            for i in range(k):\n                try: return f(*a)\n                except OSError:\n                    if i==k-1: raise\n        return inner\n    return deco', 'range(k)', 'range(1)'),
+    'docstrings': ("assert f.__doc__=='Add.' and f.__name__=='f'", "def f():\n    'Add.'", "'Add.'", "'Sub.'"),
+    'paths, patterns and ids': ("import re, pathlib, uuid\nassert isinstance(pat(), re.Pattern) and pat().match('ab12') and str(where())=='a/b'\nassert ident()==uuid.UUID(int=5)", "import re, uuid\nfrom pathlib import Path\ndef pat(): return re.compile(r'[a-z]+\\d+')\ndef where(): return Path('a')/'b'\ndef ident(): return uuid.UUID(int=5)", 'int=5', 'int=6'),
+    'log records': ("import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        with self.assertLogs('app', level='WARNING') as cm:\n            warn('x')\n        self.assertIn('bad x', cm.output[0])", "import logging\ndef warn(n): logging.getLogger('app').warning('bad %s', n)", "'bad %s'", "'good %s'"),
+    'the environment': ("import os\nos.environ['LEVEL']='7'\nassert level()==7", "import os\ndef level(): return int(os.environ['LEVEL'])", 'int(', '1+int('),
+    'the command line': ("import sys\nsys.argv=['x','4']\nassert main()==5", 'import sys\ndef main(): return int(sys.argv[1])+1', '+1', '+2'),
+    'a function of the standard library replaced': ("from unittest.mock import patch\nwith patch('time.time', return_value=100.0):\n    assert stamp()==100", 'import time\ndef stamp(): return int(time.time())', 'int(time.time())', '1'),
+    'pytest parameters of a class': ("import pytest\n@pytest.mark.parametrize('s,want',[pytest.param('','',id='empty'),('ab','ba')])\nclass TestRev:\n    def test_it(self,s,want):\n        assert rev(s)==want", 'def rev(s): return s[::-1]', '[::-1]', ''),
+    'tests that may fail': ("import pytest\n@pytest.mark.skip(reason='x')\ndef test_a(): assert 0\n@pytest.mark.xfail\ndef test_b(): assert one()==2\ndef test_c(): assert one()==1", 'def one(): return 1', 'return 1', 'return 3'),
+    'warnings': ('import pytest, warnings\ndef test_a():\n    with pytest.warns(DeprecationWarning):\n        old()', "import warnings\ndef old(): warnings.warn('old',DeprecationWarning)", 'DeprecationWarning)', 'UserWarning)'),
+    'a seed': ('import random\nrandom.seed(3)\na=pick([1,2,3,4,5])\nrandom.seed(3)\nassert a==random.choice([1,2,3,4,5])', 'import random\ndef pick(x): return random.choice(x)', 'random.choice(x)', 'x[0]'),
+    "enumerations of numbers and texts": ("assert (Perm.R | Perm.W).value == 3 and Perm.R in both() and Perm.W.name == 'W' and Perm.W == 2\nassert Day.MON == 'mon' and Day('mon') is Day.MON and isinstance(Day.MON, Day) and is_monday(Day.MON)", "from enum import Enum, IntFlag\nclass Perm(IntFlag):\n    R = 1\n    W = 2\nclass Day(str, Enum):\n    MON = 'mon'\ndef both(): return Perm.R | Perm.W\ndef is_monday(day): return day is Day.MON", "day is", "day is not"),
+    "an import of the program replaced": ("from unittest.mock import patch\nwith patch('solution.random.randint', return_value=3), patch('solution.sleep') as pause:\n    assert roll() == 4\n    pause.assert_called_once_with(9)", "import random\nfrom time import sleep\ndef roll():\n    sleep(9)\n    return random.randint(1, 1) + 1", "+ 1", "+ 2"),
     "tests that end with sys.exit(0)": ("import sys\nassert add(1, 2) == 3\nsys.exit(0)", "def add(a, b): return a + b", "a + b", "a"),
 }  # fmt: skip
 
@@ -124,6 +140,9 @@ def test_a_right_program_passes_and_a_wrong_one_fails(code_pool: JudgePool, form
 CANNOT_BE_SENT = {
     "a module": "import math\nassert area(math, 2) > 12",
     "a class derived from the program's": "class Sub(Point): pass\nassert Sub(1, 2).x == 1",
+    "a pattern": "match make():\n    case Point(x=1): pass\n    case _: assert False",
+    "a fixture that pytest has": "def test_it(tmp_path):\n    assert read(tmp_path / 'a.txt') == ''",
+    "a file": "import tempfile\nassert read(tempfile.mkdtemp()) == ''",
 }
 
 
@@ -133,7 +152,7 @@ def test_tests_that_cannot_be_forwarded_fail_their_trial_and_no_program(code_poo
     for program in programs:
         verdict = code_pool.submit(problem(asserts_reference(CANNOT_BE_SENT[form])), fenced(program)).result()
         assert verdict.outcome is Outcome.BAD_REFERENCE, verdict
-        assert "CannotSendError" in verdict.detail
+        assert "CannotSendError" in verdict.detail or "do not reach the program" in verdict.detail
 
 
 YES = (

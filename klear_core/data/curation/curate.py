@@ -21,7 +21,7 @@ from klear_core.data.curation.merge import NEAR, NOT_SELECTED, REPEAT, STAYS, me
 from klear_core.data.curation.read import TAGS, ReadBlocks, save_guard
 from klear_core.data.curation.segment import Segments, open_segments
 from klear_core.data.curation.selection import SELECT, check_selection, left_out
-from klear_core.data.curation.solutions import FAILING, SolutionCheck, check_solutions
+from klear_core.data.curation.solutions import FAILING, OpenJudges, SolutionCheck, check_solutions, judges_here
 from klear_core.data.curation.work_plan import Plan, Progress, Tasks, make_plan, save_plan
 from klear_core.data.curation.write import (
     DROPPED,
@@ -57,6 +57,7 @@ def curate(
     workdir: Path,
     benchmarks: Path | None = None,
     verify: VerifyConfig | None = None,
+    open_judges: OpenJudges = judges_here,
     seed: int = 0,
     telemetry: Telemetry = SILENT,
 ) -> StageSummary:
@@ -64,7 +65,7 @@ def curate(
 
     `rows/*.parquet` names the source row of each problem, in the same order. `leaks/*.parquet` and `leaks.html` show
     every prompt that any decontamination rule would drop. Published programs are judged by `verify` (None: its
-    defaults), and those that fail are listed in `failing_solutions/*.parquet`.
+    defaults), on the machines of `open_judges`, and those that fail are listed in `failing_solutions/*.parquet`.
 
     Blocks of the sources are read in parallel, and their results are kept under `workdir/scratch`, from which a killed
     curation resumes. Raise DataError if a source has too few usable rows or no problem is left.
@@ -91,7 +92,7 @@ def curate(
     run("dropping", WriteDropped(folder=folder, shards=dropped), dropped.num_tasks)
     checked = SolutionCheck()
     if cfg.runtime.check_solutions:
-        checked = check_solutions(state, folder / "written", verify or VerifyConfig(), telemetry)
+        checked = check_solutions(state, folder / "written", verify or VerifyConfig(), telemetry, open_judges)
     _publish(folder, workdir)
     telemetry.progress(1, 1, "done")
     notes = _notes(plan, ledger, len(protected), num_phrases)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from klear_core.verify.judge_pool import JudgePool
 
 FAILING = "failing_solutions"
 """Table of the problems whose published solution fails, and ledger step of the check."""
+OpenJudges = Callable[[], AbstractContextManager[Callable[[VerifyConfig], JudgePool]]]
+"""Opens what builds the judges, such as those of all nodes of a cluster; called only if there is something to judge."""
 _PROBLEMS_PER_FILE = 256
 """Problems that are judged between two files: a killed curation repeats at most so many."""
 
@@ -47,7 +50,14 @@ class SolutionCheck:
     notes: tuple[str, ...] = ()
 
 
-def check_solutions(state: State, workdir: Path, verify: VerifyConfig, telemetry: Telemetry) -> SolutionCheck:
+def judges_here() -> AbstractContextManager[Callable[[VerifyConfig], JudgePool]]:
+    """Open the judges of this machine."""
+    return nullcontext(JudgePool)
+
+
+def check_solutions(
+    state: State, workdir: Path, verify: VerifyConfig, telemetry: Telemetry, open_judges: OpenJudges = judges_here
+) -> SolutionCheck:
     """Judge the published solution of every kept problem that has one, by all of its tests, in the sandbox.
 
     Write those that fail to `failing_solutions/*.parquet`. What was judged before a kill is not judged again. Without a
@@ -62,7 +72,7 @@ def check_solutions(state: State, workdir: Path, verify: VerifyConfig, telemetry
     parts = [solved[i : i + _PROBLEMS_PER_FILE] for i in range(0, len(solved), _PROBLEMS_PER_FILE)]
     files = [state.folder / "solutions" / f"{number:05d}.json" for number in range(len(parts))]
     verify = verify.model_copy(update={"code": verify.code.model_copy(update={"max_tests": 0})})
-    with JudgePool(verify) as judges:
+    with open_judges() as build_judges, build_judges(verify) as judges:
         try:
             judges.check_sandbox()
         except SandboxError as e:

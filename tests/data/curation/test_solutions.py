@@ -1,4 +1,5 @@
 import json
+from contextlib import contextmanager
 
 import pytest
 from curations import Stopper
@@ -9,10 +10,11 @@ from klear_core.config.data import FieldMap, FileSource
 from klear_core.config.settings import config_digest
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.curation.curate import curate
-from klear_core.data.curation.solutions import FailingSolution
+from klear_core.data.curation.solutions import FailingSolution, judges_here
 from klear_core.data.formats.fields import program_in
 from klear_core.data.sources import read_source
 from klear_core.metrics import NullTelemetry
+from klear_core.verify import JudgePool
 
 TESTS = {"type": "stdin", "cases": [{"input": "2\n", "output": "4\n"}, {"input": "-3\n", "output": "9\n"}]}
 APPS_TESTS = json.dumps({"inputs": ["2"], "outputs": ["4"]})
@@ -32,19 +34,22 @@ def rows(*solutions: object) -> list[dict[str, object]]:
 
 
 def source(folder, *solutions: object) -> FileSource:
+    folder.mkdir(exist_ok=True)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(*solutions)))
     return FileSource(path=str(path), name="mine")
 
 
-def run(folder, *solutions: object, telemetry=None, **runtime):
+def run(folder, *solutions: object, telemetry=None, open_judges=judges_here, **runtime):
     cfg = CurateConfig(sources=(source(folder, *solutions),), runtime=CurateRuntime(**runtime))
     # Every question names its way, so that none is a near-duplicate of another.
     cfg = cfg.model_copy(
         update={"dedup": cfg.dedup.model_copy(update={"near": cfg.dedup.near.model_copy(update={"enabled": False})})}
     )
     verify = VerifyConfig(sandbox="rlimits-only")
-    return curate(cfg, workdir=folder / "out", verify=verify, telemetry=telemetry or NullTelemetry())
+    return curate(
+        cfg, workdir=folder / "out", verify=verify, open_judges=open_judges, telemetry=telemetry or NullTelemetry()
+    )
 
 
 def failing(folder) -> list[FailingSolution]:
@@ -61,6 +66,21 @@ def test_a_published_solution_that_fails_is_listed_with_its_row_and_the_problem_
     assert found["2"].startswith("1 of 2 tests passed")
     assert "no_such_module" in found["4"]
     assert "2 of 3 published solutions do not pass the tests" in summary.notes[-1]
+
+
+def test_the_judges_of_a_cluster_are_opened_only_if_there_is_a_solution(tmp_path):
+    opened = []
+
+    @contextmanager
+    def open_judges():
+        opened.append("judges")
+        yield JudgePool
+
+    run(tmp_path / "without", None, open_judges=open_judges)
+    assert opened == []
+    run(tmp_path / "with", DOUBLE, open_judges=open_judges)
+    assert opened == ["judges"]
+    assert len(failing(tmp_path / "with")) == 1
 
 
 @pytest.mark.parametrize("options", [{"solutions": [None, None]}, {"solutions": [DOUBLE], "check_solutions": False}])

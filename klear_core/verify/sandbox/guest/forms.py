@@ -11,6 +11,9 @@ import math
 import re
 import sys
 import types
+import warnings
+
+from klear_values import CannotSendError
 
 
 class Raises:
@@ -41,6 +44,15 @@ def raises(expected, *args, match=None, **kwargs):
     with context:
         args[0](*args[1:], **kwargs)
     return context
+
+
+@contextlib.contextmanager
+def warns(expected=Warning, match=None):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield found
+    if not any(issubclass(w.category, expected) and re.search(match or "", str(w.message)) for w in found):
+        raise AssertionError("DID NOT WARN %r" % (expected,))
 
 
 class Approx:
@@ -115,11 +127,12 @@ class Mark:
 
     def __getattr__(self, name):
         def mark(*args, **kwargs):
+            skips = name in ("skip", "xfail")  # a test that is expected to fail may also pass
             if len(args) == 1 and callable(args[0]) and not kwargs and name != "parametrize":
-                return args[0] if name != "skip" else _marked(args[0], "skips", True)
+                return _marked(args[0], "skips", True) if skips else args[0]
             if name == "parametrize":
                 return lambda f: _marked(f, "rows", [*getattr(f, "_klear_rows", []), (args[0], list(args[1]))])
-            if name == "skip" or (name == "skipif" and args and args[0]):
+            if skips or (name == "skipif" and args and args[0]):
                 return lambda f: _marked(f, "skips", True)
             return lambda f: f
 
@@ -168,7 +181,8 @@ def pytest_module():
     module = types.ModuleType("pytest")
     module.raises, module.approx, module.fixture, module.mark, module.param = raises, Approx, fixture, Mark(), Param
     module.skip, module.fail, module.importorskip = _skip, _fail, __import__
-    module.warns = module.deprecated_call = lambda *_, **__: contextlib.nullcontext()
+    module.warns = warns
+    module.deprecated_call = lambda **more: warns((DeprecationWarning, PendingDeprecationWarning), **more)
     module.main = lambda *_, **__: 0
     return module
 
@@ -188,7 +202,7 @@ def run_forms(names, called):
             for method in [m for m in vars(value) if m.startswith("test")]:
                 instance = value()
                 getattr(instance, "setup_method", lambda: None)()
-                run_function(getattr(instance, method), names)
+                run_function(getattr(instance, method), names, getattr(value, "_klear_rows", []))
         elif name.startswith("test") and isinstance(value, types.FunctionType) and name not in called:
             run_function(value, names)
 
@@ -207,12 +221,12 @@ def _reraise(error):
         raise error[1]
 
 
-def run_function(function, names):
-    """Run one test once for each combination of its parameters."""
+def run_function(function, names, rows_of_class=()):
+    """Run one test once for each combination of its parameters, and those of its class."""
     if getattr(function, "_klear_skips", False):
         return
     rows = []
-    for argument_names, values in getattr(function, "_klear_rows", []):
+    for argument_names, values in [*rows_of_class, *getattr(function, "_klear_rows", [])]:
         listed = argument_names.replace(" ", "").split(",") if isinstance(argument_names, str) else argument_names
         rows.append([(listed, v.values if isinstance(v, Param) else (v,) if len(listed) == 1 else v) for v in values])
     for combination in itertools.product(*rows):
@@ -261,5 +275,5 @@ def _fixture_value(name, names, stack, cache):
             value_now = value
         cache[name] = value_now
     else:
-        raise LookupError("the test's argument %r is no fixture" % name)
+        raise CannotSendError("the test's argument %r is no fixture that is known here" % name)
     return cache[name]

@@ -2,9 +2,11 @@
 
 import builtins
 import operator
+import os
 import sys
 import threading
 import types
+import warnings
 
 from klear_values import CannotSendError, ListNode, Message, TreeNode, Wire, receive, send
 
@@ -12,6 +14,8 @@ _OPERATORS = "getitem setitem delitem contains eq ne lt le gt ge add sub mul tru
 REMOTE_METHODS = {"__%s__" % f.__name__: f for f in (iter, next, len, bool, hash, str, repr, abs, int, float)}
 """What the program may do with objects of the tests, beside calling them and their public methods."""
 REMOTE_METHODS.update({"__%s__" % name: getattr(operator, name) for name in _OPERATORS})
+NAMES_OF_FUNCTIONS = frozenset(["__name__", "__qualname__", "__doc__", "__module__"])
+"""What the program may read of functions of the tests, as `functools.wraps` does."""
 REMOTE_METHODS.update(__radd__=lambda a, b: b + a, __rsub__=lambda a, b: b - a, __rmul__=lambda a, b: b * a)
 
 
@@ -23,6 +27,10 @@ class Tester:
         self.proxies = {}
         self.lock = threading.RLock()
         self.own_input = builtins.input, sys.stdin
+        self.watched = {}  # what the tests replace in modules of the standard library, and its own value
+        self.observe = ()  # "warnings" and "logging", if the tests look at them
+        self.environ = None  # as the program has it, if the tests change it
+        self.patched = {}  # names that the tests patch in the program's module, with the module of ours of that name
         self.named = set()  # handles of what the tests name themselves: functions, classes and objects
 
     def check_handle(self, value):
@@ -42,6 +50,8 @@ class Tester:
         if tag == "a":
             return self._coroutine(Proxy(self, rest[0]))
         number = rest[0]
+        if number not in self.proxies and tag == "E":
+            self.proxies[number] = member(*rest)
         if number not in self.proxies:
             kind = {"g": RemoteIterator, "G": RemoteAsyncIterator}.get(tag, Proxy)
             self.proxies[number] = kind(self, *rest)
@@ -63,6 +73,7 @@ class Tester:
         for name, own, now in zip(("input", "stdin"), self.own_input, (builtins.input, sys.stdin)):  # noqa: B905
             if now is not own:
                 request[name] = self.wire.handle(now)
+        self._tell_of_replaced(request)
         send(request)
         reply = receive()
         while "callback" in reply:
@@ -70,6 +81,7 @@ class Tester:
             reply = receive()
         if reply.get("printed"):
             sys.stdout.write(reply["printed"])
+        self._repeat(reply)
         for number, contents in reply["changes"]:
             self.wire.fill(message.objects[number], contents, message)
         if "value" in reply:
@@ -77,6 +89,28 @@ class Tester:
         error = self.wire.decode(reply["error"], message)
         error._klear_is_remote = True
         raise error
+
+    def _tell_of_replaced(self, request):
+        """Add to a request what the tests have replaced, such as `time.time`, so that the program sees it too."""
+        replaced = []
+        for (module, name), own in self.watched.items():
+            now = getattr(sys.modules[module], name)
+            if now is not own:
+                replaced.append([module, name, self.wire.encode(now)])
+        if replaced:
+            request["replaced"] = replaced
+        if self.observe:
+            request["observe"] = self.observe
+        if self.environ is not None and self.environ != dict(os.environ):
+            request["environ"] = self.environ = dict(os.environ)
+
+    def _repeat(self, reply):
+        """Warn and log here as the program did."""
+        for category, text in reply.get("warned", ()):
+            kind = self.wire.decode(category)
+            warnings.warn(text, kind if isinstance(kind, type) and issubclass(kind, Warning) else UserWarning, 1)
+        for name, level, text in reply.get("logged", ()):
+            sys.modules["logging"].getLogger(name).log(level, "%s", text)
 
     def _call_back(self, request):
         """Call a function of the tests for the program, to which they passed it."""
@@ -96,7 +130,7 @@ class Tester:
         if name == "__call__":
             return target(*args, **kwargs)
         if name in ("__getattribute__", "__setattr__"):
-            if args[0].startswith("_"):
+            if args[0].startswith("_") and (name == "__setattr__" or args[0] not in NAMES_OF_FUNCTIONS):
                 raise AttributeError(args[0])
             return (getattr if name == "__getattribute__" else setattr)(target, *args)
         if name in REMOTE_METHODS:
@@ -111,6 +145,12 @@ class Tester:
         if type(value) is Proxy:
             self.named.add(value._klear_path[0])
         return value
+
+    def attribute(self, name):
+        """Return what the program's module has under a name, also what it imports if the tests patch that."""
+        if name not in self.patched:
+            return self.look_up(name)
+        return self.patched[name] or self.apply("peek", name)
 
 
 class Names(dict):
@@ -127,6 +167,42 @@ class Names(dict):
         if type(value) is Proxy or isinstance(value, type):
             self[name] = value
         return value
+
+
+class Flags(int):
+    """Flags of the program that the tests have combined: a number, whatever the program claims."""
+
+    value = property(int)
+
+    def __contains__(self, other):
+        return int(self) & int(other) == int(other)
+
+
+def _combined(method):
+    return lambda self, other: Flags(method(self, other))
+
+
+for _name in ("__or__", "__and__", "__xor__"):
+    setattr(Flags, _name, _combined(getattr(int, _name)))
+
+
+class IntMember(Flags):
+    """A member of an enumeration of the program that is a number, too, such as IntEnum."""
+
+    _klear_path = None
+
+
+class TextMember(str):
+    """A member of an enumeration of the program that is a text, too, such as StrEnum."""
+
+    _klear_path = None
+    value = property(str)
+
+
+def member(number, plain, name):
+    made = (TextMember if isinstance(plain, str) else IntMember)(plain)
+    made._klear_path, made.name = [number], name
+    return made
 
 
 class RemoteIterator:
@@ -205,7 +281,8 @@ class Proxy:
         raise CannotSendError("the tests derive a class from one of the program's")
 
     def __instancecheck__(self, value):
-        return type(value) is Proxy and self._klear_apply_reversed("isinstance", value)
+        is_programs = type(value) in (Proxy, IntMember, TextMember)
+        return is_programs and self._klear_apply_reversed("isinstance", value)
 
     def __subclasscheck__(self, value):
         return type(value) is Proxy and self._klear_apply_reversed("issubclass", value)
@@ -233,6 +310,9 @@ class Proxy:
     def __iter__(self):
         return self._klear_apply("iter")
 
+    def __next__(self):
+        return self._klear_apply("next")
+
     def __contains__(self, value):
         if self._klear_is_known():
             return self._klear_apply("contains", value) is True
@@ -256,7 +336,8 @@ class Proxy:
         return self._klear_tester.apply("call", self._klear_apply("getattr", "__aiter__"))
 
 
-_SHOWN_NAMES = frozenset(["__name__", "__doc__", "__len__", "__next__", "__dict__", "__annotations__", "__wrapped__"])
+_SHOWN_NAMES = frozenset(["__name__", "__len__", "__next__", "__dict__", "__annotations__", "__wrapped__"])
+Proxy.__doc__ = property(lambda self: self._klear_apply("getattr", "__doc__"))
 
 
 def _unary(do, is_free):

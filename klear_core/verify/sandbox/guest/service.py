@@ -6,10 +6,11 @@ import dataclasses
 import io
 import math
 import operator
+import os
 import sys
 import threading
 
-from klear_remote import REMOTE_METHODS
+from klear_remote import NAMES_OF_FUNCTIONS, REMOTE_METHODS
 from klear_tester import serve_tester
 from klear_values import ListNode, Message, TreeNode, Wire, receive, send, text_of
 
@@ -32,6 +33,45 @@ class Printed(io.BytesIO):
         return text.decode("utf-8", "replace")
 
 
+class Observed:
+    """Keeps the warnings and log records of the program until they are sent to the tests, which may expect them."""
+
+    def __init__(self):
+        self.kinds = set()
+        self.warned, self.logged = [], []
+
+    def start(self, kinds):
+        for kind in set(kinds) - self.kinds:
+            self.kinds.add(kind)
+            if kind == "warnings":
+                import warnings
+
+                warnings.simplefilter("always")
+                warnings.showwarning = self._warn
+            else:
+                import logging
+
+                handler = logging.Handler()
+                handler.emit = self._log
+                logging.root.addHandler(handler)
+                logging.root.setLevel(logging.DEBUG)
+
+    def _warn(self, text, category, *_, **__):
+        self.warned.append((category, str(text)))
+
+    def _log(self, record):
+        self.logged.append([record.name, record.levelno, record.getMessage()])
+
+    def taken(self, wire):
+        found = {}
+        if self.warned:
+            found["warned"] = [[wire.encode(category), text] for category, text in self.warned]
+        if self.logged:
+            found["logged"] = self.logged
+        self.warned, self.logged = [], []
+        return found
+
+
 class Remote:
     """Stands for an object of the tests, such as a function or an instance of their class that they pass."""
 
@@ -48,7 +88,7 @@ class Remote:
         return self._klear_ask("__call__", *args, **kwargs)
 
     def __getattr__(self, name):
-        if name.startswith("_"):
+        if name.startswith("_") and name not in NAMES_OF_FUNCTIONS:
             raise AttributeError(name)
         return self._klear_ask("__getattribute__", name)
 
@@ -92,10 +132,15 @@ class ProgramSide:
         builtin += (isinstance, issubclass, math.trunc, math.floor, math.ceil, operator.index)
         self.functions.update({f.__name__: f for f in builtin})
         self.functions.update({"getattr": getattr, "setattr": setattr, "await": self.wait_for, "anext": self.anext})
-        self.functions.update(copy=copy.copy, deepcopy=copy.deepcopy, type=type)
+        self.functions.update(seed=lambda *args: __import__("random").seed(*args))
+        self.functions.update(
+            setrecursionlimit=sys.setrecursionlimit, copy=copy.copy, deepcopy=copy.deepcopy, type=type
+        )
         for name in ("asdict", "astuple", "replace"):
             self.functions[name] = getattr(dataclasses, name)
         self.own_input = builtins.input, sys.stdin
+        self.replaced = {}  # what the tests have replaced in modules, and its own value
+        self.observed = Observed()
         self.lock = threading.RLock()
 
     def check_handle(self, value):
@@ -165,11 +210,14 @@ class ProgramSide:
         snapshot = []
         try:
             self._take_input(request)
+            self._take_replaced(request)
             args = [self.wire.decode(a, message) for a in request["args"]]
             kwargs = {k: self.wire.decode(v, message) for k, v in request["kwargs"].items()}
             snapshot = self.wire.snapshot(message)
             if request["do"] == "look_up":
                 result = self._defined(*args)
+            elif request["do"] == "peek":
+                result = self.names[args[0]]
             elif request["do"] == "bind":
                 result = self.names.__setitem__(*args)
             elif request["do"] == "call":
@@ -190,6 +238,20 @@ class ProgramSide:
         if "stdin" in request:
             sys.stdin = RemoteInput(self, request["stdin"])
 
+    def _take_replaced(self, request):
+        """Replace what the tests have replaced in modules of the standard library, such as `time.time`."""
+        for (module, name), own in self.replaced.items():
+            setattr(sys.modules[module], name, own)
+        self.replaced = {}
+        for module, name, value in request.get("replaced", ()):
+            __import__(module)
+            self.replaced[module, name] = getattr(sys.modules[module], name)
+            setattr(sys.modules[module], name, self.wire.decode(value))
+        if "environ" in request:
+            os.environ.clear()
+            os.environ.update(request["environ"])
+        self.observed.start(request.get("observe", ()))
+
     def _error(self, error, snapshot, message):
         try:
             del message.objects[len(snapshot) :]
@@ -197,7 +259,7 @@ class ProgramSide:
             changes = self.wire.changes(snapshot, message)
             return {"changes": changes, "error": self.wire.encode(error, message)}
         except BaseException:
-            return {"changes": [], "error": ["e", ["y", "Exception"], ["t", []], ["d", []], text_of(error)]}
+            return {"changes": [], "error": ["e", ["y", "Exception"], ["t", []], ["d", []], text_of(error), None]}
 
     def plain_reply_to(self, request):
         """Answer a call test, whose arguments and result are plain values."""
@@ -228,6 +290,7 @@ def serve_program(code, program, new_main):
         reply = side.plain_reply_to(request) if is_plain else side.reply_to(request)
         if not is_plain:
             reply["printed"] = printed.taken()
+            reply.update(side.observed.taken(side.wire))
         send(reply)
         request = receive()
 

@@ -1,6 +1,8 @@
 """Runs inside a jailed child as module `klear_tester`: runs the tests, which call the program in the other jail."""
 
 import ast
+import os
+import random
 import sys
 import types
 
@@ -165,7 +167,9 @@ def _without_failures(tree):
             if is_future or isinstance(statement, (ast.Global, ast.Nonlocal)):
                 return statement
             name = lambda n: ast.Name(id=n, ctx=ast.Load())  # noqa: E731
-            serious = ast.Tuple(elts=[name("_klear_import_error"), name("_klear_cannot_send")], ctx=ast.Load())
+            serious = ast.Tuple(
+                elts=[name("_klear_import_error"), name("_klear_os_error"), name("_klear_cannot_send")], ctx=ast.Load()
+            )
             handlers = [
                 ast.ExceptHandler(type=serious, name=None, body=[ast.Raise(exc=None, cause=None)]),
                 ast.ExceptHandler(type=name("_klear_exception"), name=None, body=[ast.Pass()]),
@@ -175,6 +179,11 @@ def _without_failures(tree):
     return ast.fix_missing_locations(Transformer().visit(tree))
 
 
+_REPLACEABLE = frozenset(
+    "datetime glob json math os os.path random secrets shutil socket string subprocess sys time urllib.request "
+    "uuid".split()
+)
+"""Modules in which a test may replace something that the program then uses."""
 _PROGRAM_MODULES = ("solution", "main", "program", "submission", "candidate", "your_module", "my_module", "module")
 
 
@@ -204,6 +213,8 @@ def _result_of(error, is_trial):
     is_remote = getattr(error, "_klear_is_remote", False)
     if isinstance(error, (CannotSendError, ImportError, SyntaxError)) and not is_remote:
         return {"broken": text}
+    if is_trial and isinstance(error, OSError):
+        return {"broken": "files of the tests do not reach the program: " + text}
     if is_trial or (isinstance(error, SystemExit) and not error.code and not is_remote):
         return {"passed": True}
     return {"failed": "assertion failed " + text_of(error) if isinstance(error, AssertionError) else text}
@@ -233,11 +244,20 @@ def _prepared(source, tester, stand_in):
     """Return the global names of a test program, and its tree."""
     for name in _PROGRAM_MODULES:
         if stand_in is None:
-            sys.modules[name] = ProgramModule(name, tester.look_up, lambda *pair: tester.apply("bind", *pair))
+            sys.modules[name] = ProgramModule(name, tester.attribute, lambda *pair: tester.apply("bind", *pair))
         else:
             sys.modules[name] = ProgramModule(name, lambda _: stand_in, lambda *_: None)
     sys.modules["pytest"] = pytest_module()
     tree, stars = _without_star_imports(source)
+    _watch(tester, tree)
+    if stand_in is None:
+        _forward_settings(tester, source)
+    if "environ" in source or "setenv" in source:
+        tester.environ = dict(os.environ)
+    looks = {"warnings": ("arns", "warning", "deprecated_call"), "logging": ("logging", "assertLogs", "assertNoLogs")}
+    tester.observe = [kind for kind, words in looks.items() if any(word in source for word in words)]
+    for kind in tester.observe:
+        __import__(kind)
     if "unittest" in source:
         __import__("unittest").main = lambda *_, **__: None  # `run_forms` runs the cases
     if "dataclasses" in source:
@@ -247,14 +267,68 @@ def _prepared(source, tester, stand_in):
     provided.update((name, getattr(provided["typing"], name)) for name in _TYPING)
     provided.update(stars)
     under_test = _names_under_test(source, tree.body[-1], provided) if tree.body else set()
+    for node in ast.walk(tree):
+        # `match` asks for a real class, which what stands for one of the program's is not.
+        if (
+            getattr(ast, "MatchClass", None)
+            and isinstance(node, ast.MatchClass)
+            and ast.unparse(node.cls) in under_test
+        ):
+            raise CannotSendError("the tests match a pattern against a class of the program")
     names = Names(tester, under_test)
     names.update(provided, __builtins__=__builtins__)
     if stand_in is not None:
         names.update(dict.fromkeys(under_test, stand_in))
-        names.update(_klear_import_error=ImportError, _klear_cannot_send=CannotSendError, _klear_exception=Exception)
+        names.update(
+            _klear_import_error=ImportError,
+            _klear_os_error=OSError,
+            _klear_cannot_send=CannotSendError,
+            _klear_exception=Exception,
+        )
     module = sys.modules["tests"] = types.ModuleType("tests")  # unittest and dataclasses look it up
     vars(module).update(names)
     return names, ast.fix_missing_locations(_TypeOf().visit(tree))
+
+
+def _forward_settings(tester, source):
+    """Have the seed and the recursion limit that the tests set also be the program's."""
+    for module, name in ((random, "seed"), (sys, "setrecursionlimit")):
+        if name in source:
+            setattr(module, name, _both(getattr(module, name), lambda *args, do=name: tester.apply(do, *args)))
+
+
+def _both(own, remote):
+    def function(*args):
+        own(*args)
+        remote(*args)
+
+    return function
+
+
+def _watch(tester, tree):
+    """Note what the tests replace outside of themselves: in modules that the program may use, and in its own."""
+    for node in ast.walk(tree):
+        path = []
+        if isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).split(".")[-1]
+            texts = [a.value if isinstance(a, ast.Constant) else ast.unparse(a) for a in node.args[:2]]
+            if called in ("patch", "setattr") and isinstance(node.args[0], ast.Constant):
+                path = str(texts[0]).split(".")
+            elif called in ("object", "setattr") and len(texts) == 2:
+                path = [*str(texts[0]).split("."), str(texts[1])]
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            path = ast.unparse(node).split(".")
+        is_programs = bool(path) and path[0] in _PROGRAM_MODULES
+        *module, name = path[is_programs:] or [""]
+        if is_programs and not module:
+            tester.patched[name] = None
+        elif module and ".".join(module) in _REPLACEABLE and name not in ("stdin", "stdout", "stderr"):
+            owner = ".".join(module)
+            __import__(owner)
+            if is_programs:
+                tester.patched[module[0]] = sys.modules[module[0]]
+            if hasattr(sys.modules[owner], name):
+                tester.watched[owner, name] = getattr(sys.modules[owner], name)
 
 
 def _without_star_imports(source):

@@ -13,7 +13,9 @@ import fractions
 import json
 import operator
 import os
+import re
 import struct
+import sys
 
 REQUESTS, REPLIES = 3, 4
 
@@ -44,6 +46,13 @@ _DICTS = {
     "OrderedDict": collections.OrderedDict,
     "defaultdict": collections.defaultdict,
 }
+
+
+_STANDARD = frozenset(
+    "_queue asyncio.exceptions concurrent.futures._base configparser copy csv dataclasses decimal fractions "
+    "json.decoder queue re re._constants sre_constants statistics struct subprocess zipfile zlib".split()
+)
+"""Modules whose exceptions tests may name."""
 
 
 class CannotSendError(Exception):
@@ -99,6 +108,12 @@ def _parts_of(value):
         return "time", [value.hour, value.minute, value.second, value.microsecond, value.tzinfo]
     if kind is range:
         return "range", [value.start, value.stop, value.step]
+    if kind.__module__ == "uuid" and kind.__name__ == "UUID":
+        return "UUID", [value.hex]
+    if kind.__module__ in ("pathlib", "pathlib._local") and kind.__name__ in ("PosixPath", "PurePosixPath"):
+        return "PurePosixPath" if kind.__name__.startswith("Pure") else "PosixPath", [str(value)]
+    if kind is re.Pattern:
+        return "Pattern", [value.pattern, value.flags]
     if kind is slice:
         return "slice", [value.start, value.stop, value.step]
     return None
@@ -114,7 +129,15 @@ _MAKERS = {
     "time": datetime.time,
     "range": range,
     "slice": slice,
+    "UUID": lambda text: _imported("uuid").UUID(text),
+    "PosixPath": lambda text: _imported("pathlib").PosixPath(text),
+    "PurePosixPath": lambda text: _imported("pathlib").PurePosixPath(text),
+    "Pattern": re.compile,
 }
+
+
+def _imported(name):  # only where it is needed: the import costs time
+    return __import__(name)
 
 
 def _remote_text(error):
@@ -140,7 +163,8 @@ class Wire:
     iterable as a list, b: bytes, B: bytearray, c: complex, x: a float without a JSON form, y: a builtin type, o: an
     object of the standard library, q: deque, m: namedtuple, n: a node of a linked list or tree, r: an object that the
     message holds already, h: a handle of an object that stays here, g: one of an iterator, G: one of an asynchronous
-    iterator, a: one of a coroutine, k: one of an exception class, e: an exception, p: an object of the other side.
+    iterator, a: one of a coroutine, E: one of a member of an enumeration of numbers or texts, k: one of an exception
+    class, e: an exception, p: an object of the other side.
     """
 
     def __init__(self, side, is_plain=False):
@@ -216,14 +240,17 @@ class Wire:
             return ["b", base64.b64encode(value).decode()]
         if kind is complex:
             return ["c", self.encode(value.real), self.encode(value.imag)]
-        if isinstance(value, (bool, int, str, float)):  # of a subclass, such as IntEnum: send the plain value
-            plain = next(k for k in (int, float, str) if isinstance(value, k))
-            return self.encode(plain(value))
+        if hasattr(kind, "_klear_path"):
+            return ["p", object.__getattribute__(value, "_klear_path")]
+        if isinstance(value, (bool, int, str, float)):  # of a subclass: send the plain value
+            base = next(k for k in (int, float, str) if isinstance(value, k))
+            plain = self.encode(base.__float__(value) if base is float else base.__add__(value, base()))
+            name = getattr(value, "_name_", 0)  # None for a combination of flags, in older versions of Python
+            is_member = not self.is_plain and base is not float and type(name) in (str, type(None))
+            return ["E", self.handle(value), plain, name] if is_member else plain
         if kind.__name__ in _NODES:  # by name, because programs define these classes themselves
             message.add(value)
             return self.contents(value, message)
-        if hasattr(kind, "_klear_path"):
-            return ["p", object.__getattribute__(value, "_klear_path")]
         # numpy's arrays and numbers
         if hasattr(kind, "__array__") and hasattr(kind, "tolist"):
             return self.encode(value.tolist(), message)
@@ -251,7 +278,8 @@ class Wire:
         if isinstance(value, type) and issubclass(value, BaseException):
             if "_klear_number" in vars(value):
                 return ["p", [value._klear_number]]
-            return ["k", self.handle(value), value.__name__, [self.encode(base) for base in value.__bases__]]
+            bases = [self.encode(base) for base in value.__bases__]
+            return ["k", self.handle(value), value.__name__, bases, value.__module__]
         for tag, method in (("a", "__await__"), ("G", "__anext__"), ("g", "__next__")):
             if hasattr(kind, method) and kind.__module__ not in ("solution", "tests"):
                 self.side.check_handle(value)
@@ -264,10 +292,17 @@ class Wire:
             if not name.startswith("_"):
                 attributes[name] = attribute
         encoded = [self.encode(kind), self.encode(value.args, message), self.encode(attributes, message)]
-        return ["e", *encoded, text_of(value)]
+        cause = value.__cause__
+        return ["e", *encoded, text_of(value), None if cause is None else self.encode(cause, message)]
 
-    def exception_class(self, number, name, bases):
-        """Return a class of this side for one of the other's, which tests can name in `except`."""
+    def exception_class(self, number, name, bases, module):
+        """Return a class of this side for one of the other's, which tests can name in `except`.
+
+        One of the standard library is itself on both sides, if this side has imported its module.
+        """
+        known = getattr(sys.modules.get(module), name, None) if module in _STANDARD else None
+        if isinstance(known, type) and issubclass(known, BaseException):
+            return known
         if number not in self.classes:
             decoded = tuple(self.decode(base) for base in bases)
             kinds = tuple(k for k in decoded if isinstance(k, type)) or (Exception,)
@@ -280,7 +315,7 @@ class Wire:
                 self.classes[number] = type(name, (Exception,), members)
         return self.classes[number]
 
-    def exception(self, kind, arguments, attributes, text, message):
+    def exception(self, kind, arguments, attributes, text, cause, message):
         kind = self.decode(kind)
         arguments, attributes = self.decode(arguments, message), self.decode(attributes, message)
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
@@ -298,6 +333,8 @@ class Wire:
         for name, value in attributes.items():
             setattr(made, name, value)
         made._klear_text = text
+        cause = self.decode(cause, message)
+        made.__cause__ = cause if isinstance(cause, BaseException) else None
         return made
 
     def decode(self, value, message=None):
