@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +65,9 @@ FIXED = "def train(workdir):\n    (workdir / 'model').write_text('trained')\n"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with server_and_worker(tmp_path_factory.mktemp("prefect")) as running:
+def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Server]:
+    home = shutil.copytree(prefect_database, tmp_path_factory.mktemp("server") / "prefect")
+    with server_and_worker(home) as running:
         yield running
 
 
@@ -81,14 +83,16 @@ def made_at(workspace: Path) -> dict[str, str]:
     return {read_manifest(f).stage: read_manifest(f).created_at.isoformat() for f in folders}
 
 
-def test_retry_from_the_ui_runs_only_what_had_failed_also_after_its_code_was_fixed(server: Server, tmp_path: Path):
+def test_retry_from_the_ui_runs_only_what_had_failed_also_after_its_code_was_fixed(
+    server: Server, tmp_path: Path, tracked: Path
+):
     (tmp_path / "demo.py").write_text(DEMO)
     (tmp_path / "fragile.py").write_text(BROKEN)
     pool = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["pool"]
     deployment = {"name": "demo", "entrypoint": "demo.py:demo", "work_pool": pool}
     (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [deployment]}))
     server.prefect("deploy", "--all", cwd=tmp_path)
-    workspace = tmp_path / "ws"
+    workspace = tracked
 
     run_id = server.start_run("demo", "demo", {"settings": SETTINGS | {"workspace": {"root": str(workspace)}}})
     assert server.wait(run_id)["state_type"] == "FAILED", server.logs(run_id)
@@ -136,10 +140,10 @@ def mlflow_children(workspace: Path) -> dict[str, int]:
     return {s: stages.count(s) for s in stages}
 
 
-def test_deployments_take_parameters_from_the_command_line_and_from_the_form(deployed: Server, tmp_path: Path):
-    root = {"workspace": {"root": str(tmp_path)}}
+def test_deployments_take_parameters_from_the_command_line_and_from_the_form(deployed: Server, tracked: Path):
+    root = {"workspace": {"root": str(tracked)}}
 
-    overrides = json.dumps([f"workspace.root={tmp_path}", "model.num_layers=1"])
+    overrides = json.dumps([f"workspace.root={tracked}", "model.num_layers=1"])
     flat = ["-p", "profile=smoke", "-p", f"overrides={overrides}", "-p", "only=base"]
     begun = [deployed.prefect("deployment", "run", "klear/pipeline", *flat, cwd=ROOT)]
 
@@ -154,7 +158,7 @@ def test_deployments_take_parameters_from_the_command_line_and_from_the_form(dep
     assert [deployed.wait(one)["state_type"] for one in from_command_line] == ["COMPLETED", "COMPLETED"]
     assert deployed.wait(run_id)["name"] == "base-smoke-seed8-gppo"
 
-    folders = [f.parent for f in (tmp_path / "artifacts").glob("base/*/manifest.json")]
+    folders = [f.parent for f in (tracked / "artifacts").glob("base/*/manifest.json")]
     made = {(read_manifest(f).config["seed"], read_manifest(f).config["model"]["num_layers"]) for f in folders}
     assert made == {(0, 1), (7, 2), (8, 2)}
 

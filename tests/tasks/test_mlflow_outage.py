@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -68,11 +69,12 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path, mlflow_folder: Path) -> Iterator[Server]:
     from socket import create_server
 
     with create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
+    shutil.copy(mlflow_folder / "mlflow.db", tmp_path / "server.db")
     running = Server(tmp_path, port)
     running.start()
     yield running
