@@ -367,9 +367,9 @@ class Learner:
             allowed = cfg.runtime.max_nonfinite_steps
             folder = self._workdir / _SKIPPED
             # Each rank writes the rows that it has.
-            rows, name = samples_here(minibatch.samples), self.world.data_rank
+            rows, data_rank = samples_here(minibatch.samples), self.world.data_rank
             save_bad_batch(
-                folder, rows, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed, rank=name
+                folder, rows, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed, rank=data_rank
             )
         return result
 

@@ -144,13 +144,13 @@ def mismatch_correction(batch: TrainBatch, cfg: RlConfig) -> Tensor:
 
     It is 0 for sequences whose geometric mean of that ratio, or its inverse, is above `max_sequence_ratio`.
     """
-    gap_N = log_ratio(batch.old_logp_N, batch.sampler_logp_N).clamp(-cfg.max_log_ratio, cfg.max_log_ratio)
-    factor_N = torch.ones_like(gap_N) if cfg.truncate_at is None else gap_N.exp().clamp(max=cfg.truncate_at)
+    mismatch_N = log_ratio(batch.old_logp_N, batch.sampler_logp_N).clamp(-cfg.max_log_ratio, cfg.max_log_ratio)
+    factor_N = torch.ones_like(mismatch_N) if cfg.truncate_at is None else mismatch_N.exp().clamp(max=cfg.truncate_at)
     most = cfg.mismatch.max_sequence_ratio
     if most is None:
         return factor_N
     # The mean of log-ratios is the log of their geometric mean; `abs` covers its inverse.
-    return factor_N.masked_fill(row_mean(gap_N, batch).abs().exp() > most, 0)
+    return factor_N.masked_fill(row_mean(mismatch_N, batch).abs().exp() > most, 0)
 
 
 def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutput]:
