@@ -77,7 +77,7 @@ class Rollouts(Protocol):
         ...
 
     def allow_another(self) -> None:
-        """Note that the engines have new weights."""
+        """Allow the groups of another step to start, because the engines have new weights."""
         ...
 
 
