@@ -1,6 +1,6 @@
 """Evaluate a model, or tag problems with their difficulty: sample answers, judge them as they arrive, and score them.
 
-`evaluate` is the story: `sample.py` plans and samples the answers and has each judged, `counts.py` counts them by
+`evaluate_model` is the story: `sample.py` plans and samples the answers and has each judged, `counts.py` counts them by
 problem, and `score.py` makes the report from the counts.
 
 The unit of resume is a shard of answers. An answer that could not be judged does not count as wrong: it is kept and
@@ -167,9 +167,9 @@ async def answer_benchmarks(
     # aclosing: an error in this loop also cancels the requests in flight
     async with aclosing(work_shards(todo, run.work, limit=limit)) as finished:
         async for shard, samples in finished:
-            had = [sample for sample in samples if sample is not None]
-            if len(had) == len(samples):  # else a later run completes the shard
-                write_shard(shard.path, had)
+            answered = [sample for sample in samples if sample is not None]
+            if len(answered) == len(samples):  # else a later run completes the shard
+                write_shard(shard.path, answered)
 
 
 def report_scores(

@@ -204,7 +204,7 @@ class Answers(Protocol):
         ...
 
     async def answer(self, planned: PlannedAnswer, question: str, params: SamplingParams) -> Response | None:
-        """Return the response to a question; None if it could not be had now, which a later run will try again."""
+        """Return the response to a question; None if the server gave none, so that a later run asks again."""
         ...
 
 
@@ -243,7 +243,7 @@ def response_of(completion: Completion) -> Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSetup:
-    """What answers and what judges in an evaluation; tests pass fakes for them."""
+    """Name what answers and judges in an evaluation; tests pass fakes for them."""
 
     answers: Answers
     judge: Judge
@@ -298,7 +298,7 @@ class AnswerWorker:
         return dataclasses.replace(sample, verdict=await self.setup.judge(problem, sample.response))
 
     async def work(self, _shard: Shard[PlannedAnswer], planned: PlannedAnswer) -> EvalSample | None:
-        """Sample one answer and judge it; None if it could not be had now."""
+        """Sample one answer and judge it; None if the server gave none, so that a later run asks again."""
         params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
         # All benchmarks are one queue, so that the engine runs empty only at the end of the last one.
         key = (planned.benchmark, planned.problem.problem_id)

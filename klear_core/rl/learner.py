@@ -55,7 +55,7 @@ from klear_core.train.distributed import (
 )
 from klear_core.train.logps import TokenLogps, token_logps
 from klear_core.train.model import (
-    FOLDER,
+    ADAPTER_FOLDER,
     Adapters,
     FlopCount,
     Head,
@@ -202,7 +202,7 @@ class Learner:
         if self.world.rank == 0:
             # First, because a run that is resumed takes a model folder as the end of its export.
             if self._policy.adapters is not None:
-                save_adapter(adapter, self._policy.adapters, target.parent / FOLDER)
+                save_adapter(adapter, self._policy.adapters, target.parent / ADAPTER_FOLDER)
             export_model(weights, model_folder(self._model), target, max_position_embeddings=wanted_window(self._model))
 
     def results(self) -> list[str]:
@@ -212,7 +212,7 @@ class Learner:
         """
         for folder in (self._workdir / _OPTIMIZER, *self._saved_steps.states()):
             fetch_shards(folder)
-        return [SAVED_STEPS, _SKIPPED, FOLDER, _OPTIMIZER, PROFILES, "model"]
+        return [SAVED_STEPS, _SKIPPED, ADAPTER_FOLDER, _OPTIMIZER, PROFILES, "model"]
 
     def shares(self, rows: Sequence[ArrayRow]) -> list[list[int]]:
         """Return the indices of the rows that each data rank computes in the next step; no tokens are needed.
@@ -367,9 +367,9 @@ class Learner:
             allowed = cfg.runtime.max_nonfinite_steps
             folder = self._workdir / _SKIPPED
             # Each rank writes the rows that it has.
-            rows, name = samples_here(minibatch.samples), self.world.data_rank
+            rows, data_rank = samples_here(minibatch.samples), self.world.data_rank
             save_bad_batch(
-                folder, rows, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed, rank=name
+                folder, rows, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed, rank=data_rank
             )
         return result
 

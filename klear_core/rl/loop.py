@@ -64,7 +64,7 @@ def train_rl(
     """Train the model on problems of the configured domain; write `model` and `sample_rollouts.parquet` to the workdir.
 
     A rerun with the same `workdir` continues from the last checkpoint. Without `workers`, learner and engine are in
-    this process. `open_inline_eval` opens the scores that are taken while training goes on.
+    this process. `open_inline_eval` opens the evaluator that scores the model during training (`runtime.curve`).
 
     Raise ConfigError for `distill`, DataError if the domain has no problems or almost no group is informative,
     CollapseError if most answers become useless, TrainingError if sampling makes no progress, too many updates are

@@ -38,9 +38,10 @@ class Denominators:
     num_rows: int
     num_tokens: int
     num_positive_tokens: int
-    num_scored_rows: int
+    num_teacher_rows: int
     """Rows that a teacher scored."""
-    num_scored_tokens: int
+    num_teacher_tokens: int
+    """Loss tokens of these rows."""
 
     @classmethod
     def of(cls, rows: Sequence[TrainRow]) -> Denominators:
@@ -52,8 +53,8 @@ class Denominators:
             num_rows=len(rows),
             num_tokens=sum(lengths),
             num_positive_tokens=positive,
-            num_scored_rows=len(scored),
-            num_scored_tokens=sum(scored),
+            num_teacher_rows=len(scored),
+            num_teacher_tokens=sum(scored),
         )
 
 
@@ -92,8 +93,8 @@ def make_batch(
     scales = [_scale(r.num_loss_tokens, *whole, cfg.normalise, budget) for r in here]
     distill = [0.0] * len(here)
     teacher_logp_N = torch.zeros_like(sampler_logp_N)
-    if cfg.distill is not None and denominators.num_scored_rows > 0:
-        scored, term = (denominators.num_scored_rows, denominators.num_scored_tokens), cfg.distill
+    if cfg.distill is not None and denominators.num_teacher_rows > 0:
+        scored, term = (denominators.num_teacher_rows, denominators.num_teacher_tokens), cfg.distill
         for i, row in enumerate(here):
             if row.has_teacher:
                 # Over the policy term's scale, by which the loss of the summed advantages is multiplied at last.
@@ -173,13 +174,13 @@ def mismatch_correction(batch: TrainBatch, cfg: RlConfig) -> Tensor:
 
     It is 0 for sequences whose geometric mean of that ratio, or its inverse, is above `max_sequence_ratio`.
     """
-    gap_N = log_ratio(batch.old_logp_N, batch.sampler_logp_N).clamp(-cfg.max_log_ratio, cfg.max_log_ratio)
-    factor_N = torch.ones_like(gap_N) if cfg.truncate_at is None else gap_N.exp().clamp(max=cfg.truncate_at)
+    mismatch_N = log_ratio(batch.old_logp_N, batch.sampler_logp_N).clamp(-cfg.max_log_ratio, cfg.max_log_ratio)
+    factor_N = torch.ones_like(mismatch_N) if cfg.truncate_at is None else mismatch_N.exp().clamp(max=cfg.truncate_at)
     most = cfg.mismatch.max_sequence_ratio
     if most is None:
         return factor_N
     # The mean of log-ratios is the log of their geometric mean; `abs` covers its inverse.
-    return factor_N.masked_fill(row_mean(gap_N, batch).abs().exp() > most, 0)
+    return factor_N.masked_fill(row_mean(mismatch_N, batch).abs().exp() > most, 0)
 
 
 def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutput]:

@@ -43,7 +43,16 @@ from klear_core.train.distributed import (
 )
 from klear_core.train.inline_eval import CheckpointExporter, OpenScorer, no_scorer, scoring
 from klear_core.train.logps import HeadOutput, fused_loss
-from klear_core.train.model import FOLDER, Adapters, FlopCount, Head, Policy, export_model, peak_flops, save_adapter
+from klear_core.train.model import (
+    ADAPTER_FOLDER,
+    Adapters,
+    FlopCount,
+    Head,
+    Policy,
+    export_model,
+    peak_flops,
+    save_adapter,
+)
 from klear_core.train.packing import MicroBatch, PackedBatch
 from klear_core.train.step import PROFILES, RankPaces, StepResult, Updater, profiled, save_bad_batch
 from klear_core.types import SftExample, TeacherTrace, TokenRow
@@ -120,7 +129,9 @@ def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSumma
     """Train, and return the files that rank 0 has sent to the store, for a driver with another disk."""
     job = job.on_this_node()
     summary = _train_rank(job, world, telemetry)
-    results = send_results(job.remote, job.workdir, ["skipped", FOLDER, PROFILES, "model"]) if world.rank == 0 else ()
+    results = (
+        send_results(job.remote, job.workdir, ["skipped", ADAPTER_FOLDER, PROFILES, "model"]) if world.rank == 0 else ()
+    )
     return summary, results
 
 
@@ -247,7 +258,7 @@ def _export(policy: Policy, job: _Job, world: World) -> None:
     if world.rank > 0:
         return
     if policy.adapters is not None:
-        save_adapter(adapter, policy.adapters, job.workdir / FOLDER)
+        save_adapter(adapter, policy.adapters, job.workdir / ADAPTER_FOLDER)
     export_model(
         weights, model_folder(job.model), job.workdir / "model", max_position_embeddings=wanted_window(job.model)
     )

@@ -186,7 +186,7 @@ def _generation_config(source: Path, eos_token_id: int) -> Any:
 # Axis letters: R rank, I and O inputs and outputs of a linear layer.
 
 
-FOLDER = "adapter"
+ADAPTER_FOLDER = "adapter"
 """Folder of the adapter in an artifact, beside the merged model."""
 _NAME = "default"  # under which peft's layers keep their adapter
 _BASE = ".base_layer."

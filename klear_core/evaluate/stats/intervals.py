@@ -8,8 +8,8 @@ Two intervals belong to each score, because it can be asked for two things:
 
 The unit of the second is the problem, because samples of one problem are correlated; where problems come in clusters
 (the problems of a contest, of a subject, of a template), it is the cluster. No interval over problems can be narrow and
-also safe against changes that no drawn problem shows. docs/statistics.md has the formulas, which are called
-A to D there and below, docs/data/intervals.md the simulations by which they were chosen.
+also safe against changes that no drawn problem shows. docs/data/intervals.md has the formulas, which are called
+A to D there and below, and the simulations by which they were chosen.
 """
 
 from __future__ import annotations
