@@ -22,7 +22,7 @@ def same_n(counts: list[int], n: int) -> Estimates:
     return estimates_of([(c, n) for c in counts])
 
 
-# Vectors of docs/statistics.md: before, after, n
+# Vectors of intervals.py: before, after, n
 VECTORS = {
     "V1": ([20 + i for i in range(30)], [24 + i + (i % 3 - 1) for i in range(30)], 64),
     "V2": ([0] * 10 + [64] * 10 + [32] * 10, [0] * 10 + [64] * 10 + [32] * 10, 64),
