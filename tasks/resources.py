@@ -18,8 +18,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import psutil
-from prefect.blocks.system import Secret
-from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
 from klear_core.artifacts.remote_paths import remote_paths_of, share_given
@@ -434,6 +432,10 @@ def read_keys(jobs: Iterable[Job]) -> dict[str, SecretStr]:
 
     Raise ConfigError, without the value, if a block holds something else than text.
     """
+    # Prefect reads its settings when it is imported, and commands that set them import this module first.
+    from prefect.blocks.system import Secret
+    from prefect.exceptions import ObjectNotFound
+
     found: dict[str, SecretStr] = {}
     for name in sorted(_blocks_of(jobs)):
         try:

@@ -62,6 +62,11 @@ def test_the_command_line_and_the_doctor_start_without_anything_heavy():
     assert not modules_loaded_by("flows.cli, flows.doctor") & HEAVY
 
 
+def test_commands_that_set_what_prefect_reads_are_loaded_without_it():
+    """Prefect reads its settings when it is imported."""
+    assert "prefect" not in modules_loaded_by("flows.ablate, flows.run, flows.runs, flows.servers")
+
+
 def test_training_and_the_torch_engine_start_where_only_torch_transformers_and_pydantic_are_installed():
     """What tests/gpu/README.md promises. Libraries that transformers would use if they were there do not come into it."""
     modules = modules_loaded_by(

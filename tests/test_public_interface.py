@@ -23,7 +23,7 @@ from klear_core.train.base_model import prepare_base
 
 RECIPES = sorted((Path(__file__).parents[1] / "docs" / "recipes").glob("*.py"))
 SIGNATURES = {
-    "curate": "cfg * workdir benchmarks=None verify=None seed=0 telemetry=",
+    "curate": "cfg * workdir benchmarks=None verify=None open_judges= seed=0 telemetry=",
     "evaluate_model": "cfg verify suite * model workdir seed=0 telemetry= compute=",
     "judge_file": "path cfg * out=None bare_code=False progress=None",
     "load_benchmark": "benchmark * seed",
