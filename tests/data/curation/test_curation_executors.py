@@ -249,7 +249,7 @@ def kill_after(cfg, folder, num_reports):
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
     assert workers
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240  # on a busy machine a fork server has taken over a minute to end
     while alive(workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(workers)
