@@ -2,6 +2,7 @@
 
 The advantage in the policy term is a token's own: that of the rewards, one number a row, plus that of distillation,
 log(teacher / policy) with a coefficient and a divisor of its own. The loss clips or masks by their sum.
+Where the teacher's likeliest tokens are known, distillation is KL(teacher, policy) over them, a term beside it.
 
 Each term is divided by counts of the mini-batch over all ranks, known beforehand, so that cutting the mini-batch into
 micro-batches changes nothing.
