@@ -209,8 +209,8 @@ NO_TEACHER = "distill is set, but no teacher scores RL's own answers yet, only t
 
 class DistillTermConfig(Settings):
     """On-policy distillation: the advantage of a token is the log-ratio of teacher and policy, whose mean under the
-    policy is minus KL(policy, teacher). Added to the advantage of the rewards. Where samples bring the teacher's likeliest
-    tokens, the term is KL(teacher, policy) over these instead, a loss beside that of the rewards."""
+    policy is minus KL(policy, teacher). Added to the advantage of the rewards. Where samples bring the teacher's
+    likeliest tokens, the term is KL(teacher, policy) over these instead, a loss beside that of the rewards."""
 
     coef: float = Field(default=1.0, gt=0)
     """Weight beside the rewards' advantage; slime's `--opd-kl-coef` has 1."""
