@@ -279,7 +279,7 @@ def given_config() -> PipelineConfig:
 
 
 def label_of(config: Callable[[], PipelineConfig], *, prefix: str, profile: str = "") -> str:
-    """Join prefix (if any), profile, seed and loss with `-`; `profile` is its name if the settings are wrong.
+    """Join prefix (if any), profile, seed and last method with `-`; `profile` is its name if the settings are wrong.
 
     Never raises.
 
@@ -289,7 +289,9 @@ def label_of(config: Callable[[], PipelineConfig], *, prefix: str, profile: str 
     words = [prefix] if prefix else []
     try:
         resolved = config()
-        words += [resolved.name, f"seed{resolved.seed}", resolved.rl.loss.kind]
+        ends_with_opd = resolved.opd is not None and not resolved.opd.then_rl
+        method = "opd" if ends_with_opd else resolved.rl.loss.kind
+        words += [resolved.name, f"seed{resolved.seed}", method]
     except Exception:  # noqa: BLE001  the flow raises it again, where the user sees it
         words += [profile, "unresolved"] if profile else ["unresolved"]
     return "-".join(words)

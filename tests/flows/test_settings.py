@@ -75,6 +75,8 @@ def test_a_run_with_a_fresh_seed_is_called_by_that_seed():
     assert len({3, fresh.seed, with_seed(config, "fresh", run_id="two").seed}) == 3
     assert label_of(lambda: fresh, prefix="retrain") == f"retrain-laptop-seed{fresh.seed}-gppo"
     assert label_of(lambda: config, prefix="") == "laptop-seed3-gppo"
+    distilled = PipelineConfig.model_validate({"name": "x", "opd": {"then_rl": False}})
+    assert label_of(lambda: distilled, prefix="") == "x-seed0-opd"
 
 
 def test_an_unknown_override_names_the_key(profile: str):

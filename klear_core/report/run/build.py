@@ -228,8 +228,8 @@ def problems_note(job: InlineEvalJob | None) -> str:
 OPD_CHARTS = (
     ChartSpec(
         title="Distance from the teacher, nats per token",
-        metrics=(("distill/kl", "log(student / teacher)"),),
-        note="mean over the answers of the SFT model",
+        metrics=(("distill/kl", ""),),
+        note="KL(teacher, student) over the teacher's likeliest tokens; with top_k = 0 mean log(student / teacher)",
     ),
     ChartSpec(title="Entropy, nats per token", metrics=(("entropy/mean", ""),)),
     ChartSpec(

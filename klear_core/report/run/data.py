@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -195,6 +195,9 @@ class Facts:
 def read_facts(inputs: ReportInputs) -> Facts:
     """Read every stage's folder. Raise ArtifactError with the file that is missing or cannot be read."""
     makers = {stage.name: stage for stage in inputs.pipeline if stage.job.makes_model}
+    # Colours are for models that are scored, in order; taggers and teachers take none.
+    scored = {stage.scored_model_stage for stage in inputs.pipeline if stage.job.scores_model}
+    tones = [name for name in makers if name in scored]
     stages, missing, models, unscored = [], [], [], []
     decision = None
     for planned in inputs.stages:
@@ -206,7 +209,7 @@ def read_facts(inputs: ReportInputs) -> Facts:
         else:
             stages.append(_stage(planned, folder))
             if stage.scored_model_stage:
-                models.append(_model(stage, folder, makers))
+                models.append(_model(stage, folder, makers, tones))
             if (folder / DECISION_FILE).is_file():
                 decision = read_decision(folder)
     return Facts(
@@ -254,13 +257,13 @@ def read_series(path: Path) -> tuple[Series, ...]:
     return tuple(found)
 
 
-def _model(stage: Stage, folder: Path, makers: Mapping[str, Stage]) -> ModelFacts:
+def _model(stage: Stage, folder: Path, makers: Mapping[str, Stage], tones: Sequence[str]) -> ModelFacts:
     """Read a model's scores, first samples and greedy answers. No others are shown, and all would fill the memory."""
     samples = (s for s in read_shards(folder / SAMPLES_FOLDER, EvalSample) if s.sample_idx == 0)
     return ModelFacts(
         maker=makers[stage.scored_model_stage],
         stage=stage,
-        tone=list(makers).index(stage.scored_model_stage),
+        tone=tones.index(stage.scored_model_stage),
         scores=read_reports(folder),
         samples=tuple(samples),
     )
