@@ -4,6 +4,7 @@ Named semaphores need a writable /dev/shm, and a program may signal no other pro
 descriptors take the place of the semaphores, and a pipe to each child that of the signals.
 """
 
+import contextlib
 import mmap
 import os
 import select
@@ -124,7 +125,8 @@ def provide_parallel():
 
     def send_signal(self, _number):
         if self.returncode is None:
-            os.write(self._klear_orders, b"x")
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and nobody has waited for it yet
+                os.write(self._klear_orders, b"x")
 
     _multiprocessing.SemLock = EventSemaphore
     multiprocessing.popen_fork.Popen._launch = launch
