@@ -346,7 +346,7 @@ def chat(
     klear chat owner/name@revision 'What is 2+2?' --engine vllm
     """
     from flows.evaluate_model import chat as ask
-    from klear_core.generate.factory import ChatParams
+    from klear_core.generate.chat import ChatParams
 
     params = ChatParams(temperature=temperature, max_tokens=max_tokens, num_samples=num_samples, seed=seed)
     ask(model, question, params, root=root, engine=engine)

@@ -44,8 +44,8 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.generate.chat import ChatModel, ChatParams, open_chat
 from klear_core.generate.decoder.shape import is_supported
-from klear_core.generate.factory import ChatModel, ChatParams, open_chat
 from klear_core.hf_config import read_hf_config
 from klear_core.pipeline.preflight.exposure import (
     TrainingQuestions,

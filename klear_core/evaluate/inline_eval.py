@@ -23,7 +23,7 @@ from klear_core.errors import ResourceError
 from klear_core.evaluate.counts import AnswerCounts, tally
 from klear_core.evaluate.sample import PlannedAnswer, in_prompt, judged, response_of, sampling_params
 from klear_core.generate.engine import InferenceEngine
-from klear_core.generate.factory import EngineSpec, StartSampler, start_here
+from klear_core.generate.factory import EngineSpec, StartSampler, running, start_here
 from klear_core.processes import die_with_parent
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.seeding import seed_for
@@ -109,11 +109,8 @@ async def score_with(
     inline_eval: CheckpointInlineEval, start_sampler: StartSampler, spec: EngineSpec
 ) -> dict[str, float]:
     """Start an engine as `spec` says, score its model, and stop the engine; return the point of the curve."""
-    sampler = await start_sampler(spec)
-    try:
+    async with running(start_sampler, spec) as sampler:
         return await inline_eval.score(sampler.engine)
-    finally:
-        await sampler.engine.close()
 
 
 def spec_of(job: InlineEvalJob, model: Path, *, seed: int) -> EngineSpec:
