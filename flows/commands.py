@@ -67,7 +67,7 @@ def rejudge(
 
     klear rejudge samples_gsm8k_2026-01-31.jsonl --set verify.tags=none     (lm-evaluation-harness)
     """
-    from flows.answers import rejudge_answers
+    from flows.stored_answers import rejudge_answers
 
     rejudge_answers(which, overrides or [], root=root, layout=layout, fields=fields, out=out, num_samples=num_samples)
 
@@ -93,7 +93,7 @@ def answers(
 
     klear answers mine.jsonl --fields 'question=prompt answer=gold response=outputs score=correct'
     """
-    from flows.answers import view_answers
+    from flows.stored_answers import view_answers
 
     view_answers(which, root=root, layout=layout, fields=fields, out=out)
 

@@ -18,11 +18,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from flows.answers import newest_evaluation
 from flows.curate_files import shown_progress
 from flows.environment import StageSelection, profile_folder
 from flows.run import carry_out, made
 from flows.show import FoundModel, find_model
+from flows.stored_answers import newest_evaluation
 from klear_core.artifacts.hub import commit_of
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, download

@@ -24,9 +24,9 @@ from klear_core.evaluate.counts import AnswerCounts, tally
 from klear_core.evaluate.sample import PlannedAnswer, in_prompt, judged, response_of, sampling_params
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import EngineSpec, StartSampler, running, start_here
-from klear_core.processes import die_with_parent
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.seeding import seed_for
+from klear_core.stopping import die_with_parent
 from klear_core.types import EvalSample, Judge, Problem
 from klear_core.verify import JudgePool
 

@@ -13,7 +13,7 @@ from prefect_server import ROOT, Server, once, server_and_worker
 from small_runs import BEFORE_SFT, SMALL, begin_with
 from webhook import Receiver, receiving
 
-from klear_core.artifacts.runs import RunHistory
+from klear_core.artifacts.run_history import RunHistory
 from klear_core.config.pipeline import WorkspaceConfig
 from tasks.model_registry import open_registry
 

@@ -33,7 +33,7 @@ from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.factory import EngineSpec, Sampler
 from klear_core.metrics import NullTelemetry
 from klear_core.opd.rollouts import sample_rollouts
-from klear_core.opd.scores import score_rollouts, scored_by
+from klear_core.opd.teacher_scores import score_rollouts, scored_by
 from klear_core.rl.learner import Learner
 from klear_core.rl.offline import RowStore, train_offline
 from klear_core.train.base_model import model_folder, prepare_base
