@@ -96,7 +96,7 @@ def run(
     klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
     """
     from flows.environment import StageSelection
-    from flows.plan import show_plan
+    from flows.plan_view import show_plan
     from flows.run import carry_out
     from klear_core.pipeline.graph import stages_of
 
@@ -201,7 +201,7 @@ def plan(
     klear plan configs/laptop --set rl.optim.lr=3e-4
     """
     from flows.environment import StageSelection
-    from flows.plan import show_plan
+    from flows.plan_view import show_plan
     from klear_core.pipeline.graph import stages_of
 
     config = _config(profile, overrides)
@@ -281,7 +281,7 @@ def judge(
 
     klear judge short_answers.jsonl --set verify.tags=none     (models that write no think tags)
     """
-    from flows.answers import judge as judge_answers
+    from flows.stored_answers import judge as judge_answers
 
     judge_answers(file, overrides or [], out=out, bare_code=bare_code)
 

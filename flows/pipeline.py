@@ -31,7 +31,7 @@ from flows.servers import check_store, is_temporary_server
 from flows.sweep import MAX_ATTEMPTS
 from klear_core.artifacts.files import DiskErrors
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
-from klear_core.artifacts.runs import RunHistory, RunState
+from klear_core.artifacts.run_history import RunHistory, RunState
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import Stage
 from klear_core.errors import ArtifactError, ConfigError, KlearError, is_interrupt, reporting

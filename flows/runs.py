@@ -23,7 +23,7 @@ from rich.markup import escape
 from flows.environment import StageSelection
 from flows.servers import check_prefect
 from klear_core.artifacts.index import catalog
-from klear_core.artifacts.runs import CONFIG, LOG, RunHistory, RunRecord
+from klear_core.artifacts.run_history import CONFIG, LOG, RunHistory, RunRecord
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import ReportJob

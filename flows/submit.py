@@ -15,7 +15,7 @@ from typing import assert_never
 import typer
 
 from flows.environment import StageSelection
-from flows.plan import show_plan
+from flows.plan_view import show_plan
 from flows.retraining import gated
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError, ResourceError

@@ -1,11 +1,14 @@
 """End a run by a signal: at once, or, while a model trains, after the step that runs, with a checkpoint.
 
-SIGTERM ends a run, and SIGUSR1 asks it to be started again: the command then ends with status 75.
+SIGTERM ends a run, and SIGUSR1 asks it to be started again: the command then ends with status 75. Child processes can
+be made to end with their parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,3 +127,16 @@ def checkpoint_first(grace_s: float = _GRACE_S) -> Iterator[None]:
 def _handler_of(number: signal.Signals) -> Handler | int | None:
     is_main = threading.current_thread() is threading.main_thread()
     return signal.getsignal(number) if is_main and number not in _at_once else None
+
+
+# ---- child processes ----
+
+
+IS_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, even if that was killed. Only Linux can."""
+    if IS_LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import MANIFEST, ArtifactId, ArtifactRef, read_manifest
-from klear_core.artifacts.runs import LOG, RunHistory, RunRecord, RunScore, RunStage, RunState
+from klear_core.artifacts.run_history import LOG, RunHistory, RunRecord, RunScore, RunStage, RunState
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig
 from klear_core.config.settings import leaves_of
 from klear_core.config.stage import ReportJob, Stage

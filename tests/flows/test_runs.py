@@ -20,7 +20,7 @@ from flows.runs import labels_of, lines_of, list_runs
 from flows.runs_page import answer
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.manifest import ArtifactRef
-from klear_core.artifacts.runs import LOCK, LOG, RunHistory, RunRecord, RunScore, RunStage
+from klear_core.artifacts.run_history import LOCK, LOG, RunHistory, RunRecord, RunScore, RunStage
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
 from klear_core.errors import KlearError, ResourceError, TeacherError
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.engine import one_sample
-from klear_core.generate.factory import EngineSpec, Sampler
+from klear_core.generate.factory import EngineSpec, Sampler, running
 from klear_core.generate.pool import expect
 from klear_core.prompts import (
     THINK_CLOSE,
@@ -27,7 +26,6 @@ from klear_core.prompts import (
     split_response,
 )
 from klear_core.seeding import seed_for
-from klear_core.train.base_model import model_folder, wanted_window
 from klear_core.types import Completion, Domain, Problem, TeacherReply
 
 if TYPE_CHECKING:
@@ -223,20 +221,13 @@ async def open_local_teacher(
     cfg: LocalTeacherConfig, model: Path, *, name: str, seed: int, workdir: Path, compute: EnginesAndJudges
 ) -> AsyncIterator[LocalTeacher]:
     """Start the engines of a teacher with the model of an artifact, and yield it; see `EnginesAndJudges`."""
-    folder = model_folder(model)
-    spec = EngineSpec(
-        cfg=cfg.engine,
-        model_folder=folder,
+    spec = EngineSpec.of_model(
+        cfg.engine,
+        model,
         num_threads=cfg.runtime.num_threads,
         seed=seed_for(seed, "distill/engine"),
-        window=wanted_window(model),
-        artifact=model,
-        remote=remote_paths_of(workdir),
+        workdir=workdir,
         answer_tokens=cfg.sampling.max_new_tokens,
     )
-    tokenizer = load_tokenizer(folder)
-    teacher = LocalTeacher(cfg, await compute.start_sampler(spec), tokenizer, name=name)
-    try:
-        yield teacher
-    finally:
-        await teacher.close()
+    async with running(compute.start_sampler, spec) as sampler:
+        yield LocalTeacher(cfg, sampler, load_tokenizer(spec.model_folder), name=name)

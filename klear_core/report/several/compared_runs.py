@@ -20,7 +20,7 @@ from klear_core.evaluate.answers.stored import is_evaluation
 from klear_core.evaluate.counts import CountsBy, count_stored
 from klear_core.metrics import METRICS_FILE
 from klear_core.report.charts import LineChart, Series, line_chart
-from klear_core.report.run.build import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_curve
+from klear_core.report.run.build import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_inline_eval
 from klear_core.report.run.data import read_series
 from klear_core.scores import NONE, EvalReport, duration, read_reports
 
@@ -247,7 +247,7 @@ def _charts(stages: Sequence[tuple[str, RunStage]]) -> list[LineChart]:
 
 def _score_note(stages: Sequence[tuple[str, RunStage]]) -> str:
     """Say where the problems are from, once if the runs agree, and where the intervals are."""
-    notes = dict.fromkeys(problems_note(recorded_curve(stage.manifest)) for _, stage in stages)
+    notes = dict.fromkeys(problems_note(recorded_inline_eval(stage.manifest)) for _, stage in stages)
     return f"{''.join(notes)}; each run's report has the intervals"
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from scripted_server import DONE, STREAM, event, usage_event
 
-from klear_core.distill.teachers.stream import BadReplyError, ReplyReader
+from klear_core.distill.teachers.reply_stream import BadReplyError, ReplyReader
 from klear_core.types import TeacherReply
 
 
