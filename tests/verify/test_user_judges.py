@@ -50,7 +50,7 @@ def shown(answer):
     return parts == expected and answer.response == "<think>x</think> so \\\\boxed{ 5 }"
 """
 # Judges that read answers of one shape, and raise on all others.
-STRICT = '''
+STRICT = """
 import ast, datetime, json, re
 from fractions import Fraction
 
@@ -75,7 +75,7 @@ def tagged(a): return re.search(r"<answer>(.*)</answer>", a.answer)[1] == a.refe
 def choice(a): return a.reference.index(a.box) == 0
 def move(a): return re.fullmatch(r"([a-h][1-8])-([a-h][1-8])", a.box)[2] == a.reference["to"]
 def ratio(a): return Fraction(a.box) == Fraction(a.reference["value"])
-'''
+"""
 STRICT_CASES = {  # a reference, a right answer, and a reference on which the judge raises whatever the answer
     "table": ({"moves": [1, 2]}, '\\boxed{{"moves": [1, 2]}}', {"steps": [1, 2]}),
     "pair": ({"product": 12}, "\\boxed{3 4}", {"sum": 7}),
@@ -189,7 +189,22 @@ def test_a_judge_that_reads_only_answers_like_its_reference_works(pool: JudgePoo
     assert (odd.outcome, odd.score, "ZeroDivisionError" in odd.detail) == (Outcome.SCORED, 0.0, True), odd
 
 
-ODD_ANSWERS = ["", "?", "x y z", "[", "{}", "1e999", "0/0", "9" * 5000, "A=B=C", "\ud800", "null", "1 1", "[[]]", "e9-e4"]
+ODD_ANSWERS = [
+    "",
+    "?",
+    "x y z",
+    "[",
+    "{}",
+    "1e999",
+    "0/0",
+    "9" * 5000,
+    "A=B=C",
+    "\ud800",
+    "null",
+    "1 1",
+    "[[]]",
+    "e9-e4",
+]
 
 
 @pytest.mark.parametrize("name", STRICT_CASES)
