@@ -461,7 +461,7 @@ class JudgePool:
         return verdict
 
     def _probe(self, task: UserTask) -> Future[Verdict]:
-        """Return a future that is PASSED if a user's function works on an answer of ours, else the verdict on the first.
+        """Return a future that is PASSED if a user's function works on an answer of ours, else says why not.
 
         Once our first two answers, a number and a right one, have failed, others are tried for as long as one call may
         take: a function that waits for something outside fails slowly on each.
