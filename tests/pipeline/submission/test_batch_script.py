@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -136,9 +136,36 @@ def test_the_profile_of_a_submission_is_the_run(tmp_path):
     assert load_profile(tmp_path) == config
 
 
-def test_a_deadline_of_a_ray_job_is_a_time_limit_of_its_command():
-    prepared = ray(submission(Path("/x"), deadline="1h"))
-    assert prepared.commands[0][-5:] == ("timeout", "3600", "klear", "run", "profile")
+def test_a_job_is_not_queued_again_shortly_before_its_deadline(tmp_path):
+    soon = datetime.now(UTC) + timedelta(minutes=9)
+    job = Job(tmp_path, ends_at=soon.isoformat())
+    assert job.start("exit 75").wait(60) == 3
+    assert job.requeued() == 0
+
+
+@pytest.mark.parametrize(
+    ("submit", "ends", "status", "num_runs"),
+    [
+        ({"retry": ["error"]}, ["exit 1", "kill -KILL $$", "exit 0"], 0, 3),
+        ({"retry": ["error"], "max_retries": 1}, ["exit 1", "exit 1", "exit 0"], 1, 2),
+        ({"retry": []}, ["exit 1", "exit 0"], 1, 1),
+        ({"retry": ["error"]}, ["exit 2", "exit 0"], 2, 1),  # the settings are wrong
+        ({"retry": ["error"]}, ["exit 3", "exit 0"], 3, 1),  # its deadline
+    ],
+)
+def test_a_ray_job_runs_its_profile_again_after_errors(tmp_path, submit, ends, status, num_runs):
+    prepared = ray(submission(tmp_path, **submit))
+    assert prepared.commands[0][-3:] == ("--", "bash", "run.sh")
+    (tmp_path / "run.sh").write_text(prepared.files["run.sh"])
+    runs = "\n".join(f"[ $n = {i} ] && {end}" for i, end in enumerate(ends, 1))
+    stand_ins = {"klear": f'echo "klear $*" >>calls; n=$(wc -l <calls)\n{runs}', "sleep": ":"}
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    ended = subprocess.run(["bash", "run.sh"], cwd=tmp_path, env=env, capture_output=True, check=False)
+    assert ended.returncode == status
+    assert (tmp_path / "calls").read_text() == "klear run ./profile\n" * num_runs
 
 
 def test_a_name_is_a_label_of_dns_that_fits_a_raycronjob():
