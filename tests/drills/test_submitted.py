@@ -232,7 +232,7 @@ def test_a_job_of_two_nodes_is_queued_again_after_a_killed_driver_preemption_and
 
 
 def test_slurm_ends_a_job_at_its_deadline_and_it_is_not_queued_again(slurm: Slurm):
-    stand_in_job(slurm, deadline="7m", retry=["error", "interruption"])
+    stand_in_job(slurm, deadline="7m", time_limit="1d", retry=["error", "interruption"])
     while "RUNNING" in (now := slurm("scontrol", "show", "job", "1")):
         time.sleep(1)
     assert "its deadline is near" in slurm.log

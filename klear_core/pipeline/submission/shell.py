@@ -46,6 +46,7 @@ def _options(submission: Submission, workdir: Path) -> list[str]:
         "qos": submit.priority,
         "time": submit.slurm.time_limit and _minutes(submit.slurm.time_limit),
         "deadline": submit.deadline and f"now+{in_seconds(submit.deadline)}",
+        "time-min": submit.deadline and _shortest(submit),
         "signal": f"B:USR1@{_WARN_S}",
         "open-mode": "append",
         "chdir": str(workdir),
@@ -54,6 +55,15 @@ def _options(submission: Submission, workdir: Path) -> list[str]:
     }
     flags = ["exclusive", "requeue" if "interruption" in submit.retry else "no-requeue"]
     return [*flags, *(f"{name}={value}" for name, value in options.items() if value)]
+
+
+def _shortest(submit: SubmitConfig) -> str:
+    """Return minutes to which Slurm may shorten an allocation, so that it ends by the deadline.
+
+    Without that, Slurm removes a job whose whole time limit no longer fits.
+    """
+    durations = [duration for duration in (submit.deadline, submit.slurm.time_limit) if duration]
+    return str(min(60, *(max(1, in_seconds(duration) // 120) for duration in durations)))
 
 
 def _minutes(duration: str) -> str:

@@ -125,6 +125,14 @@ def test_the_options_of_sbatch_are_those_of_the_settings():
     assert asked >= {"account=us", "ntasks-per-node=1", "exclusive", "requeue", "signal=B:USR1@300"}
 
 
+@pytest.mark.parametrize(
+    ("deadline", "time_limit", "minutes"), [("5d", "24h", 60), ("5d", "30m", 15), ("7m", None, 3), ("1d", "3d", 60)]
+)
+def test_slurm_may_shorten_an_allocation_to_end_by_the_deadline(deadline, time_limit, minutes):
+    """Else it removes a job whose whole time limit does not fit, at once or when the job is queued again."""
+    assert f"time-min={minutes}" in options_of(deadline=deadline, slurm={"time_limit": time_limit})
+
+
 def test_a_run_that_is_not_retried_after_interruptions_is_not_requeued_by_slurm():
     assert "no-requeue" in options_of(retry=["error"])
 
