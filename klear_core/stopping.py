@@ -1,7 +1,7 @@
 """End a run by a signal: at once, or, while a model trains, after the step that runs, with a checkpoint.
 
-SIGTERM ends a run, and SIGUSR1 asks it to be started again: the command then ends with status 75. Child processes can
-be made to end with their parent.
+SIGTERM ends a run, and SIGUSR1 asks it to be started again: the command then ends with status 75. A run that reaches a
+limit of its own ends itself. Child processes can be made to end with their parent.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from types import FrameType
 
 REQUEUE_STATUS = 75
 """Exit status of a run that SIGUSR1 has ended; EX_TEMPFAIL of sysexits.h: try again."""
+LIMIT_STATUS = 3
+"""Exit status of a run that its deadline or `idle_kill` has ended; it is not to be started again."""
 _GRACE_S = 20.0
 """Longest time from SIGTERM to the end. Ours: containers and schedulers often kill 30 s after it."""
 _NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
@@ -28,6 +30,10 @@ _at_once: tuple[signal.Signals, ...] = ()
 
 class Requeued(KeyboardInterrupt):
     """SIGUSR1 has ended the run, which is to be started again."""
+
+
+class LimitReached(KeyboardInterrupt):
+    """A limit of the run has ended it: its deadline, or `idle_kill`. The message says which."""
 
 
 class StoppedEarly(Exception):  # noqa: N818  # no error: `checkpoint_first` ends the run as the signal would have

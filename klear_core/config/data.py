@@ -35,6 +35,8 @@ RowSchema = Literal[
     "math_benchmark",
     "gpqa",
     "mmlu_pro",
+    "ifeval",
+    "ifeval_loose",
     "problem_answer",
     "big_math",
     "numinamath",

@@ -314,6 +314,9 @@ class CustomJudge(UserFunction):
 
 GYM_JUDGE = CustomJudge(name="reasoning_gym", function="klear_core.verify.gym:score", timeout_s=20.0, memory_mb=4096)
 """The judge of reasoning-gym's problems, which is always there."""
+IFEVAL_JUDGE = CustomJudge(name="ifeval", function="klear_core.verify.ifeval:score", timeout_s=20.0, memory_mb=4096)
+"""The judge of IFEval's prompts, which is always there."""
+_OUR_JUDGES = (GYM_JUDGE, IFEVAL_JUDGE)
 
 
 class VerifyRuntime(Settings):
@@ -362,8 +365,11 @@ class VerifyConfig(Settings):
     @model_validator(mode="after")
     def _judges_have_different_names(self) -> VerifyConfig:
         names = [judge.name for judge in self.judges]
-        if GYM_JUDGE.name in names:
-            raise ValueError(f"judges: {GYM_JUDGE.name!r} is the judge of reasoning-gym's problems; take another name")
+        for ours in _OUR_JUDGES:
+            if ours.name in names:
+                raise ValueError(
+                    f"judges: {ours.name!r} is a judge of Klear's own ({ours.function}); take another name"
+                )
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"judges: two have the name {name!r}, by which references choose one")
@@ -371,8 +377,8 @@ class VerifyConfig(Settings):
 
     @property
     def all_judges(self) -> tuple[CustomJudge, ...]:
-        """Return the judges that references can name: the user's own, and that of reasoning-gym's problems."""
-        return (*self.judges, GYM_JUDGE)
+        """Return the judges that references can name: the user's own, and those of reasoning-gym and IFEval."""
+        return (*self.judges, *_OUR_JUDGES)
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's judges. Raise ConfigError if one is missing or no valid Python."""

@@ -6,9 +6,10 @@ The template draws it, so that themes and escaping stay in the template.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 
 from klear_core.scores import MINUS, duration, number, percent
 from klear_core.waits import Span
@@ -57,6 +58,8 @@ class Line:
     """Points without a neighbour, which a path would not show."""
     first: str
     last: str
+    band: str = ""
+    """Path of the area between the ends of its intervals; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +74,24 @@ class LineChart:
 
 
 def line_chart(
-    title: str, series: Sequence[tuple[str, Series]], *, note: str = "", is_share: bool = False
+    title: str,
+    series: Sequence[tuple[str, Series]],
+    *,
+    note: str = "",
+    is_share: bool = False,
+    bands: Mapping[str, tuple[Series, Series]] = MappingProxyType({}),
 ) -> LineChart | None:
-    """Lay out labelled series on shared axes; shares are shown in percent. Return None if no value is finite."""
+    """Lay out labelled series on shared axes; shares are shown in percent. Return None if no value is finite.
+
+    `bands` has the lower and upper ends of intervals by label.
+    """
     drawn = [(label, s) for label, s in series if s.finite]
     if not drawn:
         return None
     scale = 100.0 if is_share else 1.0
     suffix = "\u00a0%" if is_share else ""
-    values = [v * scale for _, s in drawn for v in s.finite]
+    ends = [end for label, _ in drawn for end in bands.get(label, ())]
+    values = [v * scale for s in (*(s for _, s in drawn), *ends) for v in s.finite]
     y_marks = nice_ticks(*_padded(min(values), max(values)))
     steps = [t for _, s in drawn for t in s.steps]
     x_low, x_high = min(steps), max(steps)
@@ -98,6 +110,9 @@ def line_chart(
         return number(value * scale) + suffix
 
     lines = [_line(label, series, x_of, place, show) for label, series in drawn]
+    lines = [
+        replace(line, band=_area(bands[line.label], x_of, place)) if line.label in bands else line for line in lines
+    ]
     x_ticks = [Tick(at=x_of(m), label=f"{int(m):,}") for m in x_marks]
     y_ticks = [Tick(at=y_of(m), label=label) for m, label in zip(y_marks, y_labels, strict=True)]
     return LineChart(title=title, note=note, lines=tuple(lines), x_ticks=tuple(x_ticks), y_ticks=tuple(y_ticks))
@@ -201,6 +216,19 @@ def _path(series: Series, x_of: Callable[[float], float], y_of: Callable[[float]
             parts.append(f"{'L' if is_drawing else 'M'}{x_of(step):g} {y_of(value):g}")
         is_drawing = value is not None
     return "".join(parts)
+
+
+def _area(ends: tuple[Series, Series], x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
+    """Return SVG path data of the area between two series of the same steps, where both are finite."""
+    low, high = map(_binned, ends)
+    points = [
+        (x_of(step), y_of(below), y_of(above))
+        for step, below, above in zip(low.steps, low.values, high.values, strict=True)
+        if below is not None and above is not None
+    ]
+    there = [f"{x:g} {y:g}" for x, y, _ in points]
+    back = [f"{x:g} {y:g}" for x, _, y in reversed(points)]
+    return f"M{'L'.join(there + back)}z" if points else ""
 
 
 def _lonely(series: Series) -> list[tuple[int, float]]:

@@ -24,9 +24,10 @@ from klear_core.artifacts.run_history import LOCK, LOG, RunHistory, RunRecord, R
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.submit import IdleKill
+from klear_core.config.submit import IdleKill, SubmitConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.pipeline.graph import fingerprints_of, stages_of
+from klear_core.stopping import LimitReached
 from tasks.progress import Attempt, console
 from tasks.run_record import RunRecorder, is_idle, new_record, not_defaults
 from tasks.tracking import RunInfo
@@ -238,19 +239,26 @@ def test_a_run_is_idle_if_its_gpus_computed_less_than_the_limit_in_the_whole_tim
     assert not is_idle([0.0, 0.0, 0.0, 0.4], limit)
 
 
-def test_an_idle_run_is_interrupted_and_its_record_says_why(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"idle_kill": "10%/30s"}, "its GPUs computed less than 10% in 30s: idle_kill"),
+        ({"ends_at": "2026-11-28T06:00:00Z"}, "its deadline was 2026-11-28 06:00 UTC; submit it again to go on"),
+    ],
+)
+def test_a_run_that_reaches_a_limit_ends_itself_and_its_record_says_why(tmp_path: Path, monkeypatch, limits, why):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 3\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    own = RunRecorder(record(1), RunHistory.of(tmp_path), (), idle=IdleKill(below=0.1, window="30s"))
+    own = RunRecorder(record(1), RunHistory.of(tmp_path), (), limits=SubmitConfig.model_validate(limits))
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(KeyboardInterrupt), reliable_interrupts(), own.recording(PipelineConfig()):
+        with pytest.raises(LimitReached, match=why), reliable_interrupts(), own.recording(PipelineConfig()):
             time.sleep(600)
     finally:
         signal.signal(signal.SIGTERM, handler)
     own.ended("cancelled")
-    assert own.record.why == "its GPUs computed less than 10% in 30s: idle_kill"
+    assert own.record.why == why
 
 
 # ---- one run ----

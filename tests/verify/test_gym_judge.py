@@ -174,5 +174,5 @@ def test_a_reference_of_another_version_gives_no_verdict(pool):
 
 
 def test_a_judge_of_ones_own_cannot_take_its_name():
-    with pytest.raises(ValidationError, match="'reasoning_gym' is the judge of reasoning-gym's problems"):
+    with pytest.raises(ValidationError, match="'reasoning_gym' is a judge of Klear's own"):
         VerifyConfig.model_validate({"judges": [{"name": "reasoning_gym", "function": "a:b"}]})

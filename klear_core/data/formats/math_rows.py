@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
+from klear_core.config.verify import IFEVAL_JUDGE
 from klear_core.data.formats.fields import (
     Fields,
     RowError,
@@ -21,7 +24,8 @@ from klear_core.data.formats.fields import (
     value_at,
 )
 from klear_core.seeding import seed_for
-from klear_core.types import Domain, MathReference, Reference, UnverifiableReference
+from klear_core.types import CustomReference, Domain, MathReference, Reference, UnverifiableReference
+from klear_core.verify.ifeval import check_instruction
 from klear_core.verify.math.answer_text import boxed_texts
 
 _TOP_OF_MATH_LEVELS = 5
@@ -186,6 +190,23 @@ def _mmlu_pro_reference(fields: Fields) -> MathReference:
     return MathReference(answers=(letter,))
 
 
+def _ifeval_reference(fields: Fields, rule: Literal["strict", "loose"]) -> CustomReference:
+    """Return the instructions of an IFEval row with their settings, of which a table has null for all others."""
+    names, settings = value_at(fields, "instruction_id_list"), value_at(fields, "kwargs")
+    if not isinstance(names, list) or not isinstance(settings, list) or not names or len(names) != len(settings):
+        raise RowError("bad_reference", "kwargs", "expected settings for each of instruction_id_list")
+    instructions = []
+    for name, stated in zip(names, settings, strict=True):
+        used = {key: value for key, value in dict(stated or {}).items() if value is not None}
+        try:
+            check_instruction(str(name), used)
+        except ValueError as e:
+            raise RowError("bad_reference", "instruction_id_list", str(e)) from e
+        instructions.append([name, used])
+    value = json.dumps({"rule": rule, "instructions": instructions})
+    return CustomReference(judge=IFEVAL_JUDGE.name, domain=Domain.MATH, value_json=value)
+
+
 MATH_SCHEMAS = (
     Schema(  # nvidia/AceReason-Math, agentica-org/DeepScaleR-Preview-Dataset
         name="problem_answer",
@@ -289,5 +310,19 @@ MATH_SCHEMAS = (
         reference=_mmlu_pro_reference,
         rating=no_rating,
         cluster=lambda fields: str(fields.get("category") or ""),
+    ),
+    Schema(  # google/IFEval
+        name="ifeval",
+        signatures=keys("key prompt instruction_id_list kwargs"),
+        question=lambda fields: text_at(fields, "prompt"),
+        reference=lambda fields: _ifeval_reference(fields, "strict"),
+        rating=no_rating,
+    ),
+    Schema(  # the same rows; never detected, but named
+        name="ifeval_loose",
+        signatures=(),
+        question=lambda fields: text_at(fields, "prompt"),
+        reference=lambda fields: _ifeval_reference(fields, "loose"),
+        rating=no_rating,
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -90,8 +91,28 @@ def prompt_version_of(cfg: HttpTeacherConfig | LocalTeacherConfig) -> str:
     return "chat-" + hashlib.blake2b(instructions, digest_size=4).hexdigest()
 
 
+_ANALYSIS = "<|channel|>analysis<|message|>"
+_OTHER_TAGS = (
+    *((f"<{name}>", f"</{name}>") for name in ("thinking", "thought", "reasoning", "seed:think")),
+    ("◁think▷", "◁/think▷"),
+    ("[THINK]", "[/THINK]"),
+    (_ANALYSIS, "<|channel|>final<|message|>"),
+)
+"""Tags around the reasoning of Claude, Gemini and others, Seed, Kimi, Magistral and gpt-oss, where a server leaves them."""
+_END_OF_MESSAGE = re.compile(r"<\|(?:end|return)\|>(?:<\|start\|>assistant)?")
+
+
 def split_tags(content: str, reasoning: str = "") -> tuple[str, str]:
-    """Return reasoning and answer of a reply whose text may have think tags; `reasoning` is what came apart from it."""
+    """Return reasoning and answer of a reply whose text may have think tags; `reasoning` is what came apart from it.
+
+    The tags of other models count at the start of the text alone.
+    """
+    for opened, closed in _OTHER_TAGS:
+        if content.lstrip().startswith(opened):
+            thought, close, answer = content.lstrip().removeprefix(opened).partition(closed)
+            if opened == _ANALYSIS:
+                thought, answer = (_END_OF_MESSAGE.sub("", text) for text in (thought, answer))
+            content = THINK_OPEN + thought + (THINK_CLOSE if close else "") + answer
     if THINK_CLOSE in content or (THINK_OPEN in content and not reasoning):
         parts = split_response(content)
         content, thought = parts.answer, parts.reasoning.strip()

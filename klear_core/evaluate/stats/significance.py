@@ -18,6 +18,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from klear_core.scores import Range
 from klear_core.seeding import seed_for
 
 _MAX_CELLS = 300_000_000
@@ -270,6 +271,20 @@ def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Det
     gain = float(np.mean(1 / (1 + np.exp(-(logits + high + spread))) - difficulty[:, None]))
     # at the largest gain that there is, nothing was seen
     return Detectable(gain=gain if high < 12.0 else None, rerun=rerun)
+
+
+def detectable_by(interval: Range, num_problems: int, *, confidence: float) -> float | None:
+    """Return the change that the test would show in 4 of 5 runs, given the interval of a difference over problems.
+
+    The interval is t standard errors wide on each side, and such a change is t plus the power's quantile of them. None
+    if the problems are too few for the test.
+    """
+    from scipy.special import ndtri, stdtrit
+
+    if num_problems < min_changed(confidence):
+        return None
+    quantile = float(stdtrit(num_problems - 1, 0.5 + confidence / 2))
+    return (interval.high - interval.low) / 2 * (1 + float(ndtri(POWER)) / quantile)
 
 
 # ---- chances of the champion's rule ----

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.model_files import is_same_model
 from klear_core.artifacts.remote_paths import store_of
+from klear_core.artifacts.runs import RUNS, RunHistory, RunRecord
 from klear_core.config.data_jobs import section_of, sections_used
 from klear_core.config.settings import DifferentSetting, different_settings
 from klear_core.errors import ArtifactError
@@ -22,7 +24,7 @@ from klear_core.metrics import METRICS_FILE
 from klear_core.report.charts import LineChart, Series, line_chart
 from klear_core.report.run.build import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_inline_eval
 from klear_core.report.run.data import read_series
-from klear_core.scores import NONE, EvalReport, duration, read_reports
+from klear_core.scores import NONE, EvalReport, duration, points, read_reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,8 @@ class ComparedRun:
     """A run, as its report's artifact names it."""
 
     label: str
+    folder: Path
+    """Artifact of the report."""
     fingerprint: str
     """Fingerprint of the report."""
     made: str
@@ -103,6 +107,7 @@ def read_run(report: Path) -> ComparedRun:
         stages.append(_stage(record.role, found.path))
     return ComparedRun(
         label=f"{config.get('name', 'run')}, seed {config.get('seed')}",
+        folder=report,
         fingerprint=manifest.fingerprint,
         made=f"{manifest.created_at:%Y-%m-%d %H:%M}",
         config=config,
@@ -181,6 +186,48 @@ def settings_in_common(runs: Sequence[ComparedRun], *, absent: str) -> list[Diff
     return [setting for setting in found if section_of(setting.key) in used | {""}]
 
 
+def named_by_settings(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Return runs of one profile with labels of the settings that differ, if these are few; others as they are.
+
+    Runs whose labels would still be the same also have their number.
+    """
+    names = {str(run.config.get("name", "run")) for run in runs}
+    different = settings_in_common(runs, absent=NONE)
+    labels = [run.label for run in runs]
+    if len(names) == 1 and 0 < len(different) <= _MAX_NAMED:
+        keys = [".".join(setting.key.split(".")[-2:]) for setting in different]
+        values = [[value.strip('"') for value in setting.values] for setting in different]
+        said = [", ".join(f"{k} {v}" for k, v in zip(keys, own, strict=True)) for own in zip(*values, strict=True)]
+        labels = [f"{min(names)}, {one}" for one in said]
+    named = []
+    for number, (run, label) in enumerate(zip(runs, labels, strict=True), start=1):
+        named.append(replace(run, label=label if labels.count(label) == 1 else f"{number}: {label}"))
+    return named
+
+
+_MAX_NAMED = 3
+"""More settings than these would be no label."""
+
+
+def seed_groups(runs: Sequence[ComparedRun]) -> list[tuple[str, list[int]]]:
+    """Return the groups of runs that differ in their seed alone, as a label and the runs' numbers."""
+    groups: list[list[int]] = []
+    for i, run in enumerate(runs):
+        for group in groups:
+            different = settings_in_common([runs[group[0]], run], absent=NONE)
+            if {setting.key for setting in different} <= {"seed", "name"}:
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    seeded = [group for group in groups if len({str(runs[i].config.get("seed")) for i in group}) > 1]
+    return [(_without_seed(runs[group[0]].label), group) for group in seeded]
+
+
+def _without_seed(label: str) -> str:
+    return ", ".join(part for part in label.split(", ") if not part.startswith("seed "))
+
+
 def stages_of_some(runs: Sequence[ComparedRun]) -> str:
     """Name the stages that not all runs have, and the runs that have them; evaluations go with their models."""
     names = dict.fromkeys(stage.name for run in runs for stage in run.stages if not is_evaluation(stage.folder))
@@ -230,25 +277,36 @@ def stage_charts(runs: Sequence[ComparedRun]) -> list[StageCharts]:
 
 
 def _charts(stages: Sequence[tuple[str, RunStage]]) -> list[LineChart]:
-    """Return the stage's charts with a line for each run; of a chart with several metrics only the first is shown."""
+    """Return the stage's charts with a line for each run; of a chart with several metrics only the first is shown.
+
+    The score has the interval over other samples of its problems around it.
+    """
     drawn = []
     for spec in _CHARTS[stages[0][1].manifest.kind]:
         metric, label = spec.metrics[0]
-        lines: list[tuple[str, Series]] = []
-        for run, stage in stages:
-            lines += [(run, s) for s in stage.metrics if s.name.partition("/")[2] == metric]
+        found = [(run, _series(stage)) for run, stage in stages]
+        lines = [(run, by_name[metric]) for run, by_name in found if metric in by_name]
         title = f"{spec.title}: {label}" if label else spec.title
-        note = spec.note + (_score_note(stages) if spec is SCORE else "")
-        chart = line_chart(title, lines, note=note, is_share=spec.is_share)
+        note, bands = spec.note, {}
+        if spec is SCORE:
+            note += _score_note(stages)
+            low, high = (name for name, _ in spec.metrics[1:])
+            bands = {run: (by_name[low], by_name[high]) for run, by_name in found if {low, high} <= by_name.keys()}
+        chart = line_chart(title, lines, note=note, is_share=spec.is_share, bands=bands)
         if chart is not None:
             drawn.append(chart)
     return drawn
 
 
+def _series(stage: RunStage) -> dict[str, Series]:
+    """Return the stage's metrics by name without the stage's own."""
+    return {series.name.partition("/")[2]: series for series in stage.metrics}
+
+
 def _score_note(stages: Sequence[tuple[str, RunStage]]) -> str:
-    """Say where the problems are from, once if the runs agree, and where the intervals are."""
+    """Say where the problems are from, once if the runs agree, and what the areas are."""
     notes = dict.fromkeys(problems_note(recorded_inline_eval(stage.manifest)) for _, stage in stages)
-    return f"{''.join(notes)}; each run's report has the intervals"
+    return f"{''.join(notes)}; shaded: the interval over other samples of these problems"
 
 
 def cost_rows(runs: Sequence[ComparedRun]) -> list[CostRow]:
@@ -262,7 +320,51 @@ def cost_rows(runs: Sequence[ComparedRun]) -> list[CostRow]:
     totals = []
     for run in runs:
         totals.append(duration(sum(stage.manifest.wall_s for stage in run.stages)))
-    return [*rows, CostRow(stage="all stages", cells=tuple(totals))]
+    return [*rows, CostRow(stage="all stages", cells=tuple(totals)), *_per_point(runs)]
+
+
+def _per_point(runs: Sequence[ComparedRun]) -> Iterator[CostRow]:
+    """Yield each run's GPU-hours and their price where known, its gain, and what a point of it took."""
+    records = [_record_of(run) for run in runs]
+    gains = [_gain(run) for run in runs]
+    hours = [record.gpu_hours if record else 0.0 for record in records]
+    if any(hours):
+        yield CostRow(stage="GPU-hours of new stages", cells=tuple(f"{h:,.1f}" if h else NONE for h in hours))
+    prices = [record.price_per_gpu_hour if record else None for record in records]
+    costs = [h * price if h and price is not None else None for h, price in zip(hours, prices, strict=True)]
+    if any(costs):
+        yield CostRow(stage="price of these", cells=tuple(NONE if c is None else f"{c:,.2f}" for c in costs))
+    if not any(gains):
+        return
+    yield CostRow(stage="gain, first to last model", cells=tuple(NONE if g is None else points(g) for g in gains))
+    seconds = [sum(stage.manifest.wall_s for stage in run.stages) for run in runs]
+    for what, amounts in (("GPU-hours", hours), ("price", costs), ("seconds", seconds)):
+        cells = []
+        for amount, gain in zip(amounts, gains, strict=True):
+            is_known = amount and gain is not None and gain > 0
+            cells.append(_amount(what, amount / (100 * gain)) if is_known and amount and gain else NONE)
+        if any(cell != NONE for cell in cells):
+            yield CostRow(stage=f"{'time' if what == 'seconds' else what} per point", cells=tuple(cells))
+
+
+def _amount(what: str, amount: float) -> str:
+    return duration(amount) if what == "seconds" else f"{amount:,.2f}"
+
+
+def _record_of(run: ComparedRun) -> RunRecord | None:
+    """Return the record that the run kept of itself in its workspace; None if that is gone."""
+    root = run.folder.parents[2]
+    records = RunHistory(root, None).records() if (root / RUNS).is_dir() else []
+    return next((one for one in records if any(stage.fingerprint == run.fingerprint for stage in one.stages)), None)
+
+
+def _gain(run: ComparedRun) -> float | None:
+    """Return the gain of the run's last model over its first, averaged over the benchmarks that both have."""
+    if len(run.models) < 2:
+        return None
+    first, last = run.models[0].reports, run.models[-1].reports
+    gains = [last[name].avg.value - first[name].avg.value for name in first.keys() & last.keys()]
+    return fmean(sorted(gains)) if gains else None
 
 
 def _cost(stage: RunStage | None, first: RunStage | None, *, is_first: bool) -> str:
