@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.model_files import is_same_model
 from klear_core.artifacts.remote_paths import store_of
-from klear_core.artifacts.runs import RUNS, RunHistory, RunRecord
+from klear_core.artifacts.run_history import RUNS, RunHistory, RunRecord
 from klear_core.config.data_jobs import section_of, sections_used
 from klear_core.config.settings import DifferentSetting, different_settings
 from klear_core.errors import ArtifactError
