@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from distill_fakes import make_trace
 from evaluate_fakes import RIGHT, WRONG, FakeEngine, FakeJudge, make_problem, make_sample, render
-from toy_curves import toy_curve
+from toy_inline_evals import toy_inline_eval
 
 from klear_core.artifacts.records import read_shards
 from klear_core.config.curate import TagConfig
@@ -61,7 +61,7 @@ def in_scores_during_training(verdicts: list[Verdict], folder: Path) -> float:
     problems = [make_problem(i) for i in range(len(verdicts))]
     by_problem = dict(zip([problem.problem_id for problem in problems], verdicts, strict=True))
     scored = CheckpointInlineEval(
-        job=toy_curve(folder),
+        job=toy_inline_eval(folder),
         problems=problems,
         render=render,
         judge=FakeJudge(lambda problem, response: by_problem[problem.problem_id]).judge_async,
