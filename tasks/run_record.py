@@ -74,16 +74,20 @@ class RunRecorder(Console):
     @contextmanager
     def recording(self, config: PipelineConfig) -> Iterator[None]:
         """Keep record and log while the block runs. A workspace in which that fails ends no run."""
-        with ExitStack() as held:
-            with reporting("klear runs will not show this run"):
-                held.enter_context(self._history.begun(self._record, config.model_dump_json()))
-                held.enter_context(shown_on(self))
-                held.enter_context(self._logged(config))
-                thread = threading.Thread(target=self._work, name="run-record", daemon=True)
-                thread.start()
-                held.callback(thread.join, _GPU_TIMEOUT_S)
-                held.callback(self._is_over.set)
+        held = ExitStack()
+        with reporting("klear runs will not show this run"):
+            held.enter_context(self._history.begun(self._record, config.model_dump_json()))
+            held.enter_context(shown_on(self))
+            held.enter_context(self._logged(config))
+            thread = threading.Thread(target=self._work, name="run-record", daemon=True)
+            thread.start()
+            held.callback(thread.join, _GPU_TIMEOUT_S)
+            held.callback(self._is_over.set)
+        try:
             yield
+        finally:
+            with reporting("the log of this run may lack its end"):
+                held.close()
 
     def ended(self, state: RunState, *, why: str = "", report: str = "") -> None:
         """Write the final record, here and in the shared store."""

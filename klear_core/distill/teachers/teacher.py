@@ -100,7 +100,7 @@ _OTHER_TAGS = (
     ("[THINK]", "[/THINK]"),
     (_ANALYSIS, "<|channel|>final<|message|>"),
 )
-"""Tags around the reasoning of Claude, Gemini and others, Seed, Kimi, Magistral and gpt-oss, where a server leaves them."""
+"""Tags around the reasoning of Claude, Gemini, Seed, Kimi, Magistral and gpt-oss, where a server leaves them."""
 _END_OF_MESSAGE = re.compile(r"<\|(?:end|return)\|>(?:<\|start\|>assistant)?")
 
 
