@@ -226,8 +226,10 @@ def recorded(run: PipelineRun, selection: StageSelection, notifier: Notifier) ->
             yield
         finally:
             error = sys.exc_info()[1]
-            page = page_of(run.stages, run.artifacts) or failed_report(run.info)
-            report = str(page) if page.is_file() else ""
+            report = ""
+            with reporting("the record of this run does not name its report"):
+                page = page_of(run.stages, run.artifacts) or failed_report(run.info)
+                report = str(page) if page.is_file() else ""
             why = run.summary if error is None or is_interrupt(error) else f"{type(error).__name__}: {error}"
             recorder.ended(_STATES[tracking.status_now()], why=why, report=report)
             with reporting("nobody could be told of the end of this run"):

@@ -83,23 +83,26 @@ class RunRecorder(Console):
 
         Raise LimitReached if a limit of the run has ended it.
         """
-        with ExitStack() as held:
-            with reporting("klear runs will not show this run"):
-                held.enter_context(self._history.begun(self._record, config.model_dump_json()))
-                held.enter_context(shown_on(self))
-                held.enter_context(self._logged(config))
-                thread = threading.Thread(target=self._work, name="run-record", daemon=True)
-                thread.start()
-                if self._idle is not None and shutil.which("nvidia-smi") is None:
-                    log.warning("idle_kill ends nothing: the driver's machine has no nvidia-smi to ask")
-                held.callback(thread.join, _GPU_TIMEOUT_S)
-                held.callback(self._is_over.set)
-            try:
-                yield
-            except BaseException as e:
-                if self._limit_reached and is_interrupt(e):
-                    raise LimitReached(self._limit_reached) from e
-                raise
+        held = ExitStack()
+        with reporting("klear runs will not show this run"):
+            held.enter_context(self._history.begun(self._record, config.model_dump_json()))
+            held.enter_context(shown_on(self))
+            held.enter_context(self._logged(config))
+            thread = threading.Thread(target=self._work, name="run-record", daemon=True)
+            thread.start()
+            if self._idle is not None and shutil.which("nvidia-smi") is None:
+                log.warning("idle_kill ends nothing: the driver's machine has no nvidia-smi to ask")
+            held.callback(thread.join, _GPU_TIMEOUT_S)
+            held.callback(self._is_over.set)
+        try:
+            yield
+        except BaseException as e:
+            if self._limit_reached and is_interrupt(e):
+                raise LimitReached(self._limit_reached) from e
+            raise
+        finally:
+            with reporting("the log of this run may lack its end"):
+                held.close()
 
     def ended(self, state: RunState, *, why: str = "", report: str = "") -> None:
         """Write the final record, here and in the shared store."""

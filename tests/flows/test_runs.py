@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -213,8 +214,6 @@ def test_the_end_is_written_at_once(recorder: RunRecorder, tmp_path: Path):
 
 
 def test_the_log_has_one_json_object_a_line_with_run_and_stage(recorder: RunRecorder, tmp_path: Path):
-    import logging
-
     console().stage_started("sft", attempt=1)
     logging.getLogger("tasks.stage").warning("two\nlines of %s", "text")
     lines = (RunHistory.of(tmp_path).folder("run") / LOG).read_text().splitlines()
@@ -230,6 +229,26 @@ def test_a_workspace_that_cannot_be_written_ends_no_run(tmp_path: Path):
     with own.recording(config):
         console().stage_started("sft", attempt=1)
         own.ended("done")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's file on a disk without room")
+def test_a_log_on_a_full_disk_hides_no_error(tmp_path: Path):
+    made = record(1)
+    folder = RunHistory.of(tmp_path).folder(made.run_id)
+    folder.mkdir(parents=True)
+    (folder / LOG).symlink_to("/dev/full")
+    failure = DataError("row 3: no answer")
+    own = RunRecorder(made, RunHistory.of(tmp_path), ())
+
+    def fail() -> None:
+        with own.recording(PipelineConfig()):
+            logging.getLogger("tasks.stage").warning("the disk is full")
+            raise failure
+
+    with pytest.raises(DataError) as raised:
+        fail()
+    assert raised.value is failure
+    assert raised.value.__context__ is None
 
 
 def test_a_run_is_idle_if_its_gpus_computed_less_than_the_limit_in_the_whole_time():

@@ -98,7 +98,7 @@ _OTHER_TAGS = (
     ("[THINK]", "[/THINK]"),
     (_ANALYSIS, "<|channel|>final<|message|>"),
 )
-"""Tags that servers leave around the reasoning of Claude, Gemini and others, Seed, Kimi, Magistral and gpt-oss."""
+"""Tags that servers leave around the reasoning of Claude, Gemini, Seed, Kimi, Magistral and gpt-oss."""
 _END_OF_MESSAGE = re.compile(r"<\|(?:end|return)\|>(?:<\|start\|>assistant)?")
 
 
