@@ -83,6 +83,9 @@ def answers(
     ] = None,
     layout: LayoutOption = None,
     fields: FieldsOption = "",
+    inspect: Annotated[
+        Path | None, typer.Option(help="Write them to this folder as logs of Inspect instead, for `inspect view`.")
+    ] = None,
     root: Root = Path("runs"),
 ) -> None:
     """Write a page with every answer of one or several evaluations: filter by flipped, truncated, disagreed, unparsed.
@@ -92,10 +95,12 @@ def answers(
     klear answers evaluate_rl samples_aime24.jsonl --root /data/klear
 
     klear answers mine.jsonl --fields 'question=prompt answer=gold response=outputs score=correct'
+
+    klear answers rl --inspect logs
     """
     from flows.stored_answers import view_answers
 
-    view_answers(which, root=root, layout=layout, fields=fields, out=out)
+    view_answers(which, root=root, layout=layout, fields=fields, out=out, inspect=inspect)
 
 
 @evaluations.command(rich_help_panel=SCORE)

@@ -22,6 +22,7 @@ from klear_core.config.settings import config_digest
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.readers import SUFFIXES
 from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.evaluate.answers.inspect_logs import write_logs
 from klear_core.evaluate.answers.judge_file import JudgeSummary, judge_file
 from klear_core.evaluate.answers.layout_rows import Layout
 from klear_core.evaluate.answers.layouts import foreign_answers
@@ -207,9 +208,15 @@ def show_rejudged(console: Console, summary: RejudgeSummary) -> None:
 
 
 def view_answers(
-    which: Sequence[str], *, root: Path, layout: Layout | None, fields: str = "", out: Path | None
+    which: Sequence[str],
+    *,
+    root: Path,
+    layout: Layout | None,
+    fields: str = "",
+    out: Path | None,
+    inspect: Path | None = None,
 ) -> None:
-    """Write the page with all answers of the sources that `which` names, and print where it is."""
+    """Write the page with all answers of the sources that `which` names, or Inspect's logs, and print where it is."""
     if out is not None:
         check_folder_place("--out", out)
     places = places_in(fields) if fields else None
@@ -217,6 +224,12 @@ def view_answers(
     for source in sources:
         if _is_foreign(source):
             _show_notes(check_answers(source))
+    if inspect is not None:
+        check_folder_place("--inspect", inspect)
+        for source in sources:
+            for log in write_logs(source, inspect):
+                Console(highlight=False, soft_wrap=True).print(f"log      {log}", markup=False)
+        return
     title = ", ".join(source.name for source in sources)
     folder = out or root / "answers" / folder_name([_as_file_name(source) for source in sources])
     check_folder_place("--out", folder)

@@ -10,7 +10,7 @@
 | `evalchemy` | `results_*.json` whose `results` have `examples` with `model_outputs` |
 | `livecodebench` | `Scenario.codegeneration_*.json`: `output_list`, `code_list`, `graded_list`; without tests |
 | `nemo-skills` | `output*.jsonl`: `generation`, `expected_answer`; the files of a folder are samples of one benchmark |
-| `inspect` | Inspect's logs in JSON: `eval`, `samples` |
+| `inspect` | Inspect's logs, `.eval` or in JSON: `eval`, `samples` |
 | `rows` | `id`, `response` and `reference`, as `klear judge` reads them |
 
 Any other file is read by the places of its values (`mapped_rows`). A row that does not fit is returned as `UnreadRow`,
@@ -36,6 +36,7 @@ from klear_core.data.formats.fields import Fields, RowError, best_fit
 from klear_core.data.formats.references import has_half_character
 from klear_core.data.readers import SUFFIXES, BrokenRow, FileRow, is_array, read_rows, stem_of, whole_text
 from klear_core.errors import ConfigError, DataError
+from klear_core.evaluate.answers import inspect_logs
 from klear_core.evaluate.answers.layout_rows import READERS, SIGNATURES, AnswerRow, Layout
 from klear_core.evaluate.answers.mapped_rows import AnswerPlaces, mapped_row, suggested_option
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow
@@ -83,13 +84,13 @@ def foreign_answers(
 def _files_in(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    found = {f for f in path.rglob("*") if f.is_file() and f.name.endswith(SUFFIXES)}
+    found = {f for f in path.rglob("*") if f.is_file() and f.name.endswith((*SUFFIXES, inspect_logs.SUFFIX))}
     # LiveCodeBench's runner writes its answers twice: alone, and again with their verdicts.
     graded = [f for f in found if f.name.endswith(_GRADED)]
     again = {f.with_name(f.name.removesuffix(_GRADED) + end) for f in graded for end in (".json", "_eval.json")}
     files = sorted(f for f in found - again if not _SCORES.fullmatch(f.name) or _holds_answers(f))
     if not files:
-        raise ConfigError(f"{path}: no such file, or a folder without data files ({', '.join(SUFFIXES)})")
+        raise ConfigError(f"{path}: no such file, or a folder without data files ({', '.join(SUFFIXES)}, .eval)")
     return files
 
 
@@ -179,6 +180,9 @@ def _rows(file: Path, rows_at: str = "") -> Iterator[FileRow | BrokenRow]:
 
     The list is at `rows_at`, or where evalchemy and Inspect have it.
     """
+    if file.name.endswith(inspect_logs.SUFFIX):
+        yield from (FileRow(where=f"{file}:{place}", fields=row) for place, row in inspect_logs.samples_of(file))
+        return
     if file.name.endswith(_JSON) and not is_array(file):
         try:
             value = json.loads(whole_text(file))

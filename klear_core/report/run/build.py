@@ -22,7 +22,7 @@ from klear_core.report.run.claims import Headline, headline
 from klear_core.report.run.data import Facts, MissingStage, ReportInputs, StageFacts, read_facts
 from klear_core.report.run.scores_view import BenchmarkView, SideBySide, benchmark_views, overview
 from klear_core.report.run.sections import Setting, StageLedger, changed_settings, stage_ledger, stage_ledgers
-from klear_core.report.run.shown_answers import Examples, Product, pick_examples, product_of
+from klear_core.report.run.shown_answers import Examples, Product, ProductMap, pick_examples, product_maps, product_of
 from klear_core.report.run.warnings import Notice, notices
 from klear_core.scores import duration, number, percent
 from klear_core.waits import TRACE_FILE, read_trace
@@ -295,6 +295,7 @@ class Page:
     overview: list[SideBySide]
     benchmarks: list[BenchmarkView]
     curves: list[StageCurves]
+    products: list[ProductMap]
     examples: Examples | None
     ledgers: list[StageLedger]
     settings: list[Setting]
@@ -345,6 +346,7 @@ def _page(facts: Facts, *, home: Path) -> Page:
         overview=overview(facts),
         benchmarks=benchmark_views(facts),
         curves=stage_curves([*facts.stages, *facts.missing]),
+        products=product_maps(facts),
         examples=pick_examples(facts),
         ledgers=stage_ledgers(facts.stages, home=home),
         settings=changed_settings(facts.config),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from klear_core.config.stage import Stage
+from klear_core.data.generated.chains import parse_chain
+from klear_core.errors import DataError
 from klear_core.report.run.data import Facts, ModelFacts
-from klear_core.scores import visible
+from klear_core.scores import percent, visible
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample
 
@@ -232,3 +237,51 @@ def _question(facts: Facts) -> str:
         if fitting:
             return min(fitting, key=len)
     return _NO_QUESTION
+
+
+# ---- products of chains ----
+# Show which products a model gets wrong in chains of + - *, where a teacher may have a systematic mistake.
+
+
+_PRODUCT = re.compile(r"^(\d)\*(\d)=(\d+)$", re.MULTILINE)
+_MIN_PRODUCTS = 100
+"""A model that writes fewer has not learned to write steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductMap:
+    """The share of right products by value (rows) and factor (columns), of one model's steps."""
+
+    model: str
+    num_steps: int
+    share: str
+    size: int
+    """Values and factors are below it."""
+    cells: tuple[tuple[int, int, float, str], ...]
+    """Factor, value, share of right products, and both counts in words; pairs that never come are left out."""
+
+
+def product_maps(facts: Facts) -> list[ProductMap]:
+    """Return a map for each model that writes products of digits in answers to chains; empty if fewer than two do."""
+    maps = []
+    for model in facts.models:
+        counts: dict[tuple[int, int], list[bool]] = defaultdict(list)
+        for sample in model.samples:
+            try:
+                modulus = parse_chain(sample.question).modulus
+            except DataError:
+                continue
+            for value, factor, result in _PRODUCT.findall(sample.response):
+                counts[int(value), int(factor)].append(int(value) * int(factor) % modulus == int(result))
+        steps = [is_right for own in counts.values() for is_right in own]
+        if len(steps) < _MIN_PRODUCTS:
+            continue
+        cells = []
+        for (value, factor), own in sorted(counts.items()):
+            text = f"{value} * {factor}: {sum(own)} of {len(own)} right"
+            cells.append((factor, value, fmean(own), text))
+        share = percent(fmean(steps))
+        size = 1 + max(digit for pair in counts for digit in pair)
+        found = ProductMap(model=model.maker.label, num_steps=len(steps), share=share, size=size, cells=tuple(cells))
+        maps.append(found)
+    return maps if len(maps) > 1 else []

@@ -110,7 +110,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of a model's answers: mean of all, and median and middle 80 % of right and wrong ones."""
+    """Tokens of a model's answers: mean of all; median and middle 80 % of right and of wrong ones."""
 
     label: str
     tone: int

@@ -27,7 +27,7 @@ from klear_core.report.run.final_table import score_table
 from klear_core.report.run.lineage import NODE_WIDTH, lineage_graph
 from klear_core.report.run.scores_view import benchmark_views, published_rows
 from klear_core.report.run.sections import changed_settings, stage_ledgers
-from klear_core.report.run.shown_answers import pick_examples
+from klear_core.report.run.shown_answers import pick_examples, product_maps
 from klear_core.report.run.warnings import notices
 from klear_core.train.inline_eval import SCORES
 from klear_core.types import Outcome, Verdict
@@ -308,3 +308,23 @@ def test_published_scores_stand_beside_ours(facts: Facts) -> None:
     assert (row.score, row.bound) == ("97.0\u00a0%, avg@64", "±3.1")
     assert [text for text, _ in row.ours] == ["\u221297.0, differs", "\u221229.9, differs", "+0.8, differs"]
     assert published_rows([paper], facts.models, "heldout") == ()
+
+
+def test_products_of_chains_show_the_column_that_a_model_gets_wrong(facts: Facts) -> None:
+    """7 * 3 = 21, and 1 modulo 10; this SFT model writes 2, as a teacher taught it, and RL has it right."""
+    told = {"base": "~~q", "sft": "4*2=8\n7*3=2", "rl": "4*2=8\n7*3=1"}
+
+    def answered(name: str) -> dict[str, str]:
+        return {"question": "mod 10: 4,*2,-1,*3=?", "response": f"<think>\n{told[name]}\n</think>"}
+
+    models = tuple(
+        replace(m, samples=tuple(replace(s, **answered(m.maker.name)) for s in m.samples)) for m in facts.models
+    )
+    sft, rl = product_maps(replace(facts, models=models))
+    # 40 problems, each with a greedy and a first sampled answer; the base model writes no step.
+    assert [(one.num_steps, one.share.replace("\u00a0", " "), one.size) for one in (sft, rl)] == [
+        (160, "50.0 %", 8),
+        (160, "100.0 %", 8),
+    ]
+    assert sft.cells == ((2, 4, 1.0, "4 * 2: 80 of 80 right"), (3, 7, 0.0, "7 * 3: 0 of 80 right"))
+    assert product_maps(facts) == []  # its questions are no chains
