@@ -13,7 +13,7 @@ say    = @printf '\n=== %s: %s (%ss)\n' '$@' '$(1)' "$$(($$(date +%s) - $(START)
 export OMP_NUM_THREADS := 1
 
 .PHONY: all vllm vllm-alone setup slow-kills slow-flows product desk slow-ray slow-rl slow-others fast locks lint
-all: slow-kills slow-others fast slow-flows vllm slow-rl product slow-ray desk locks lint
+all: slow-kills slow-others fast slow-flows vllm slow-ray slow-rl product desk locks lint
 
 setup:
 	$(MAKE) setup

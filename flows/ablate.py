@@ -18,7 +18,7 @@ from rich.markup import escape
 from flows.environment import StageSelection, grid_file, profile_folder, resolve
 from flows.run import RunConsole, intact_artifacts, prefect_run, runs_rl
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef, read_manifest
-from klear_core.config.ablation import AblationConfig, ComparedStage, load_ablation
+from klear_core.config.grids import AblationConfig, ComparedStage, load_ablation
 from klear_core.config.load import extended_by
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig

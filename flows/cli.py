@@ -20,7 +20,7 @@ from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, s
 from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
 from flows.run_commands import disk, gc, runs
 from klear_core.errors import ConfigError, KlearError, chain_of
-from klear_core.stopping import REQUEUE_STATUS, Requeued
+from klear_core.stopping import LIMIT_STATUS, REQUEUE_STATUS, LimitReached, Requeued
 
 if TYPE_CHECKING:
     from klear_core.artifacts.store import CheckedBy
@@ -96,7 +96,7 @@ def run(
     klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
     """
     from flows.environment import StageSelection
-    from flows.plan import show_plan
+    from flows.plan_view import show_plan
     from flows.run import carry_out
     from klear_core.pipeline.graph import stages_of
 
@@ -201,7 +201,7 @@ def plan(
     klear plan configs/laptop --set rl.optim.lr=3e-4
     """
     from flows.environment import StageSelection
-    from flows.plan import show_plan
+    from flows.plan_view import show_plan
     from klear_core.pipeline.graph import stages_of
 
     config = _config(profile, overrides)
@@ -281,7 +281,7 @@ def judge(
 
     klear judge short_answers.jsonl --set verify.tags=none     (models that write no think tags)
     """
-    from flows.answers import judge as judge_answers
+    from flows.stored_answers import judge as judge_answers
 
     judge_answers(file, overrides or [], out=out, bare_code=bare_code)
 
@@ -330,7 +330,7 @@ def bench(
 def main() -> None:
     """Run the command line; a KlearError ends in one message and exit status 2 if it is permanent, else 1.
 
-    An interrupt ends with status 130, SIGUSR1 with REQUEUE_STATUS.
+    An interrupt ends with status 130, SIGUSR1 with REQUEUE_STATUS, a limit of the run with LIMIT_STATUS.
     """
     bypass_proxies_for_loopback()
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -341,8 +341,10 @@ def main() -> None:
         errors.print(f"[bold red]error:[/] {escape(str(e))}")
         sys.exit(2 if e.is_permanent else 1)
     except SystemExit as e:
-        if any(isinstance(cause, Requeued) for cause in chain_of(e)):
-            sys.exit(REQUEUE_STATUS)
+        causes = tuple(chain_of(e))
+        for kind, status in ((Requeued, REQUEUE_STATUS), (LimitReached, LIMIT_STATUS)):
+            if any(isinstance(cause, kind) for cause in causes):
+                sys.exit(status)
         raise
     finally:
         exit_at_once_when_interrupted()

@@ -67,7 +67,7 @@ def rejudge(
 
     klear rejudge samples_gsm8k_2026-01-31.jsonl --set verify.tags=none     (lm-evaluation-harness)
     """
-    from flows.answers import rejudge_answers
+    from flows.stored_answers import rejudge_answers
 
     rejudge_answers(which, overrides or [], root=root, layout=layout, fields=fields, out=out, num_samples=num_samples)
 
@@ -98,7 +98,7 @@ def answers(
 
     klear answers rl --inspect logs
     """
-    from flows.answers import view_answers
+    from flows.stored_answers import view_answers
 
     view_answers(which, root=root, layout=layout, fields=fields, out=out, inspect=inspect)
 
@@ -351,7 +351,7 @@ def chat(
     klear chat owner/name@revision 'What is 2+2?' --engine vllm
     """
     from flows.evaluate_model import chat as ask
-    from klear_core.generate.factory import ChatParams
+    from klear_core.generate.chat import ChatParams
 
     params = ChatParams(temperature=temperature, max_tokens=max_tokens, num_samples=num_samples, seed=seed)
     ask(model, question, params, root=root, engine=engine)

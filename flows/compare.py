@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from flows.answers import newest_evaluation, score_table
 from flows.curate_files import check_folder_place, folder_name
 from flows.servers import check_tracking
 from flows.show import find_artifact, path_of
+from flows.stored_answers import newest_evaluation, score_table
 from klear_core.artifacts.hub import require_token, upload
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.model_files import CARD

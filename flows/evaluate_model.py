@@ -18,11 +18,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from flows.answers import newest_evaluation
 from flows.curate_files import shown_progress
 from flows.environment import StageSelection, profile_folder
 from flows.run import carry_out, made
 from flows.show import FoundModel, find_model
+from flows.stored_answers import newest_evaluation
 from klear_core.artifacts.hub import commit_of
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, download
@@ -44,8 +44,8 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.generate.chat import ChatModel, ChatParams, open_chat
 from klear_core.generate.decoder.shape import is_supported
-from klear_core.generate.factory import ChatModel, ChatParams, open_chat
 from klear_core.hf_config import read_hf_config
 from klear_core.pipeline.preflight.exposure import (
     TrainingQuestions,

@@ -31,7 +31,7 @@ from flows.servers import check_store, is_temporary_server
 from flows.sweep import MAX_ATTEMPTS
 from klear_core.artifacts.files import DiskErrors
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
-from klear_core.artifacts.runs import RunHistory, RunState
+from klear_core.artifacts.run_history import RunHistory, RunState
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import Stage
 from klear_core.errors import ArtifactError, ConfigError, KlearError, is_interrupt, reporting
@@ -45,7 +45,7 @@ from klear_core.pipeline.graph import (
 )
 from klear_core.pipeline.preflight.checks import require_ready
 from klear_core.seeding import seed_for
-from klear_core.stopping import at_once, requeued_by_signal
+from klear_core.stopping import LimitReached, at_once, requeued_by_signal
 from tasks import tracking
 from tasks.notify import News, Notifier, RunWatch, end_news, open_notifier
 from tasks.progress import console, show_summary
@@ -166,6 +166,8 @@ def _run_with_server(
                 # A worker sends it to cancel the run, and takes only Prefect's own handler for an answer.
                 worker.enter_context(at_once(signal.SIGTERM))
             return _run_selected(config, run_stages, selection)
+    except LimitReached as e:
+        return cast("PipelineResult", Failed(message=str(e)))  # Crashed, it would be started again
     except TerminationSignal:
         if not watch.has_fired:
             raise  # the process that sent the signal, such as the worker, sets the final state
@@ -218,15 +220,16 @@ def recorded(run: PipelineRun, selection: StageSelection, notifier: Notifier) ->
     record = new_record(run.info, run.config, stages, ids, selection=asked, has_worker=this.deployment_id is not None)
     history = RunHistory.of(workspace_root(run.config.workspace), store=run.config.workspace.store)
     watch = RunWatch(notifier, run.config.workspace.notify, workspace_root(run.config.workspace))
-    idle = run.config.workspace.submit.idle_kill
-    recorder = RunRecorder(record, history, run.stages, watch=watch.look, idle=idle)
+    recorder = RunRecorder(record, history, run.stages, watch=watch.look, limits=run.config.workspace.submit)
     with recorder.recording(run.config):
         try:
             yield
         finally:
             error = sys.exc_info()[1]
-            page = page_of(run.stages, run.artifacts) or failed_report(run.info)
-            report = str(page) if page.is_file() else ""
+            report = ""
+            with reporting("the record of this run does not name its report"):
+                page = page_of(run.stages, run.artifacts) or failed_report(run.info)
+                report = str(page) if page.is_file() else ""
             why = run.summary if error is None or is_interrupt(error) else f"{type(error).__name__}: {error}"
             recorder.ended(_STATES[tracking.status_now()], why=why, report=report)
             with reporting("nobody could be told of the end of this run"):

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, ArtifactRef, Manifest, read_manifest
 from klear_core.artifacts.object_store import ObjectStore
-from klear_core.artifacts.runs import RunHistory, RunRecord
+from klear_core.artifacts.run_history import RunHistory, RunRecord
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig, WorkspaceConfig
 from klear_core.config.stage import PromoteJob
 from klear_core.errors import ArtifactError, ConfigError

@@ -22,11 +22,12 @@ from flows.servers import check_prefect, check_ray, check_store, check_tracking,
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import ReportJob, RlJob
-from klear_core.errors import ArtifactError, ConfigError, KlearError, is_interrupt, reporting
+from klear_core.errors import ArtifactError, ConfigError, KlearError, chain_of, is_interrupt, reporting
 from klear_core.pipeline.graph import fingerprints_of, open_store, set_moved_aside, stages_of, with_inputs
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.checks import require_ready
 from klear_core.scores import number
+from klear_core.stopping import LimitReached
 from tasks.progress import Attempt, shown_on
 from tasks.progress import Console as StageConsole
 from tasks.tracking import RunInfo, report_inputs
@@ -86,7 +87,8 @@ def prefect_run(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunC
         with reporting("the console could not be closed"):
             console.close()
         if was_interrupted:
-            typer.echo("\ninterrupted; the same command goes on from here", err=True)
+            if not any(isinstance(cause, LimitReached) for cause in chain_of(sys.exc_info()[1])):
+                typer.echo("\ninterrupted; the same command goes on from here", err=True)
             raise typer.Exit(130)
 
 

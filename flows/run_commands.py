@@ -107,7 +107,7 @@ def disk(root: Root = Path("runs")) -> None:
 
     klear disk --root /data/klear
     """
-    from flows.garbage import show_disk
+    from flows.disk import show_disk
 
     show_disk(root.absolute())
 
@@ -130,7 +130,7 @@ def gc(
 
     klear gc --restore sft/3f2a91
     """
-    from flows.garbage import Rules, collect_garbage, restore
+    from flows.disk import Rules, collect_garbage, restore
 
     if which:
         restore(root.absolute(), which)

@@ -23,7 +23,7 @@ from rich.markup import escape
 from flows.environment import StageSelection
 from flows.servers import check_prefect
 from klear_core.artifacts.index import catalog
-from klear_core.artifacts.runs import CONFIG, LOG, RunHistory, RunRecord
+from klear_core.artifacts.run_history import CONFIG, LOG, RunHistory, RunRecord
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import ReportJob
@@ -246,11 +246,13 @@ def retry(which: str, root: Path) -> None:
     if not file.is_file():
         raise ConfigError(f"run {record.run_id[:8]} left no settings here; repeat its command where it ran")
     from flows.run import carry_out
+    from klear_core.pipeline.submission.request import ending_at
 
     asked = dict(record.selection)
     asked.pop("rerun_from", None)  # done already: what it set aside is made now
     selection = TypeAdapter(StageSelection).validate_python(asked)
-    carry_out(PipelineConfig.model_validate_json(file.read_bytes()), selection)
+    config = PipelineConfig.model_validate_json(file.read_bytes())
+    carry_out(ending_at(config, None), selection)  # its deadline was that of the submission
 
 
 def _found(history: RunHistory, which: str, root: Path) -> RunRecord:

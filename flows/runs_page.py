@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from flows.runs import ShownRun, list_runs
-from klear_core.artifacts.runs import LOG, RunHistory
+from klear_core.artifacts.run_history import LOG, RunHistory
 from klear_core.config.stage import ReportJob
 from klear_core.errors import KlearError
 from klear_core.scores import percent

@@ -15,7 +15,7 @@ from typing import assert_never
 import typer
 
 from flows.environment import StageSelection
-from flows.plan import show_plan
+from flows.plan_view import show_plan
 from flows.retraining import gated
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError, ResourceError
@@ -46,7 +46,8 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
     require_possible(target, config)
     if target == "kube" and config.workspace.submit.kube.schedule:
         config = gated(config)
-    config = for_cluster(config)
+    now = datetime.now(UTC)
+    config = for_cluster(config, target, now)
     chosen, _ = selection.of(stages_of(config))
     nodes = nodes_of(config.workspace.submit)
     missing = show_plan(config, chosen, nodes=nodes)
@@ -54,7 +55,7 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
         typer.echo(line)
     if missing:
         raise ConfigError(f"nothing was submitted: {len(missing)} problems, named above, would stop the run")
-    submission = _new(config, selection)
+    submission = _new(config, selection, now)
     prepared = _prepared(submission, target, selection)
     if is_dry_run:
         _show(submission, prepared)
@@ -67,8 +68,8 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
         typer.echo(f"  {line}")
 
 
-def _new(config: PipelineConfig, selection: StageSelection) -> Submission:
-    name = name_of(config, datetime.now(UTC))
+def _new(config: PipelineConfig, selection: StageSelection, now: datetime) -> Submission:
+    name = name_of(config, now)
     options = {"--only": selection.only, "--from": selection.from_, "--until": selection.until}
     words = tuple(word for option, stage in options.items() if stage for word in (option, stage))
     folder = workspace_root(config.workspace) / "submissions" / name

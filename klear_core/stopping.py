@@ -1,11 +1,14 @@
 """End a run by a signal: at once, or, while a model trains, after the step that runs, with a checkpoint.
 
-SIGTERM ends a run, and SIGUSR1 asks it to be started again: the command then ends with status 75.
+SIGTERM ends a run, and SIGUSR1 asks it to be started again: the command then ends with status 75. A run that reaches a
+limit of its own ends itself. Child processes can be made to end with their parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +16,8 @@ from types import FrameType
 
 REQUEUE_STATUS = 75
 """Exit status of a run that SIGUSR1 has ended; EX_TEMPFAIL of sysexits.h: try again."""
+LIMIT_STATUS = 3
+"""Exit status of a run that its deadline or `idle_kill` has ended; it is not to be started again."""
 _GRACE_S = 20.0
 """Longest time from SIGTERM to the end. Ours: containers and schedulers often kill 30 s after it."""
 _NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
@@ -25,6 +30,10 @@ _at_once: tuple[signal.Signals, ...] = ()
 
 class Requeued(KeyboardInterrupt):
     """SIGUSR1 has ended the run, which is to be started again."""
+
+
+class LimitReached(KeyboardInterrupt):
+    """A limit of the run has ended it: its deadline, or `idle_kill`. The message says which."""
 
 
 class StoppedEarly(Exception):  # noqa: N818  # no error: `checkpoint_first` ends the run as the signal would have
@@ -124,3 +133,16 @@ def checkpoint_first(grace_s: float = _GRACE_S) -> Iterator[None]:
 def _handler_of(number: signal.Signals) -> Handler | int | None:
     is_main = threading.current_thread() is threading.main_thread()
     return signal.getsignal(number) if is_main and number not in _at_once else None
+
+
+# ---- child processes ----
+
+
+IS_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, even if that was killed. Only Linux can."""
+    if IS_LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

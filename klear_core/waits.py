@@ -18,6 +18,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
+
+from klear_core.errors import reporting
 
 log = logging.getLogger(__name__)
 
@@ -207,31 +210,39 @@ class Span:
 
 
 class Trace:
-    """Spans of a run as a Chrome trace (chrome://tracing, Perfetto), one line of JSON each, in a file that grows."""
+    """Spans of a run as a Chrome trace (chrome://tracing, Perfetto), one line of JSON each, in a file that grows.
+
+    It only reports: a file that cannot be written ends no run.
+    """
 
     def __init__(self, path: Path) -> None:
         """Continue the file, if it is there: times are of the wall clock."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        # The format allows the list to be left open, and a comma after the last entry: a killed run has a whole trace.
-        self._file = path.open("a")
-        if self._file.tell() == 0:
-            self._file.write("[\n")
         self._offset = time.time() - time.monotonic()
+        self._file: TextIO | None = None
+        with reporting("no trace of this run is kept"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a")
+            # The format allows the list to be left open, and a comma after the last entry: a killed run has a whole
+            # trace.
+            if self._file.tell() == 0:
+                self._file.write("[\n")
 
     def add(self, track: str, name: str, start: float, end: float) -> None:
         """Add a span between two times of the monotonic clock, on a track of its own."""
         us = 1e6
         event = {"name": name, "ph": "X", "pid": track, "tid": track, "ts": round((start + self._offset) * us)}
         line = json.dumps(event | {"dur": round((end - start) * us)})
-        with self._lock:
-            self._file.write(f"{line},\n")
-            self._file.flush()
+        with self._lock, reporting("the trace of this run lacks a span", level=logging.DEBUG):
+            if self._file is not None:
+                self._file.write(f"{line},\n")
+                self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._file.close()
+        with self._lock, reporting("the trace of this run lacks its end"):
+            if self._file is not None:
+                self._file.close()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from klear_core.artifacts.manifest import ArtifactRef
-from klear_core.artifacts.runs import RunRecord
+from klear_core.artifacts.run_history import RunRecord
 from klear_core.config.pipeline import NotifyConfig, NotifyEvent
 from klear_core.config.stage import PromoteJob, Stage
 from klear_core.errors import ConfigError, KlearError, is_interrupt

@@ -290,10 +290,8 @@ class ProgressLines:
         while not self._is_over.wait(self._every_s):
             with self._lock:
                 line = self._pace.line(time.monotonic())
-            try:
+            with reporting("the pace of a stage could not be said", level=logging.DEBUG):
                 self._say(line)
-            except Exception as e:  # noqa: BLE001  failing to show the work must not stop the work
-                log.debug("not said: %s: %s", type(e).__name__, e)
 
 
 def _rate(per_s: float) -> str:

@@ -19,13 +19,14 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import MANIFEST, ArtifactId, ArtifactRef, read_manifest
-from klear_core.artifacts.runs import LOG, RunHistory, RunRecord, RunScore, RunStage, RunState
+from klear_core.artifacts.run_history import LOG, RunHistory, RunRecord, RunScore, RunStage, RunState
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig
 from klear_core.config.settings import leaves_of
 from klear_core.config.stage import ReportJob, Stage
-from klear_core.config.submit import IdleKill, in_seconds
-from klear_core.errors import reporting
+from klear_core.config.submit import IdleKill, SubmitConfig, in_seconds
+from klear_core.errors import is_interrupt, reporting
 from klear_core.scores import read_reports
+from klear_core.stopping import LimitReached
 from tasks.mlflow_backend import without_password
 from tasks.progress import Attempt, Console, Pace, shown_on
 from tasks.resources import gpus_in_reach
@@ -53,10 +54,15 @@ class RunRecorder(Console):
         stages: Sequence[Stage],
         *,
         watch: Callable[[RunRecord], None] = lambda _: None,
-        idle: IdleKill | None = None,
+        limits: SubmitConfig | None = None,
     ) -> None:
-        """`watch` is called with the record about once a minute, from another thread; an `idle` run is ended."""
-        self._idle, self._why_ended = idle, ""
+        """`watch` is called with the record about once a minute, from another thread.
+
+        A run that reaches one of its limits, deadline or idle GPUs, is ended.
+        """
+        self._limit_reached = ""
+        self._ends_at = None if limits is None else limits.ends_at
+        self._idle = None if limits is None else limits.idle_kill
         self._record, self._history, self._watch = record, history, watch
         self._stages = {stage.name: stage for stage in stages}
         self._lock = threading.Lock()
@@ -73,22 +79,35 @@ class RunRecorder(Console):
 
     @contextmanager
     def recording(self, config: PipelineConfig) -> Iterator[None]:
-        """Keep record and log while the block runs. A workspace in which that fails ends no run."""
-        with ExitStack() as held:
-            with reporting("klear runs will not show this run"):
-                held.enter_context(self._history.begun(self._record, config.model_dump_json()))
-                held.enter_context(shown_on(self))
-                held.enter_context(self._logged(config))
-                thread = threading.Thread(target=self._work, name="run-record", daemon=True)
-                thread.start()
-                held.callback(thread.join, _GPU_TIMEOUT_S)
-                held.callback(self._is_over.set)
+        """Keep record and log while the block runs. A workspace in which that fails ends no run.
+
+        Raise LimitReached if a limit of the run has ended it.
+        """
+        held = ExitStack()
+        with reporting("klear runs will not show this run"):
+            held.enter_context(self._history.begun(self._record, config.model_dump_json()))
+            held.enter_context(shown_on(self))
+            held.enter_context(self._logged(config))
+            thread = threading.Thread(target=self._work, name="run-record", daemon=True)
+            thread.start()
+            if self._idle is not None and shutil.which("nvidia-smi") is None:
+                log.warning("idle_kill ends nothing: the driver's machine has no nvidia-smi to ask")
+            held.callback(thread.join, _GPU_TIMEOUT_S)
+            held.callback(self._is_over.set)
+        try:
             yield
+        except BaseException as e:
+            if self._limit_reached and is_interrupt(e):
+                raise LimitReached(self._limit_reached) from e
+            raise
+        finally:
+            with reporting("the log of this run may lack its end"):
+                held.close()
 
     def ended(self, state: RunState, *, why: str = "", report: str = "") -> None:
         """Write the final record, here and in the shared store."""
         with reporting("klear runs will show this run as killed"):
-            self._change(state=state, why=(self._why_ended or why)[:_MAX_CHARS], report=report, left_s=None)
+            self._change(state=state, why=(self._limit_reached or why)[:_MAX_CHARS], report=report, left_s=None)
             self._history.write(self.record)
             self._history.share(self.record)
 
@@ -139,6 +158,8 @@ class RunRecorder(Console):
         written, last_s, gpu_s, watched_s = self.record, time.monotonic(), 0.0, 0.0
         while not self._is_over.wait(_WRITE_EVERY_S):
             with reporting("the record of this run could not be written", level=logging.DEBUG):
+                if self._ends_at is not None and datetime.now(UTC) >= self._ends_at:
+                    self._end(f"its deadline was {self._ends_at:%Y-%m-%d %H:%M} UTC; submit it again to go on")
                 if time.monotonic() - gpu_s >= _GPU_EVERY_S:
                     self._look_at_gpus()
                     gpu_s = time.monotonic()
@@ -162,10 +183,15 @@ class RunRecorder(Console):
         if share is not None:
             self._busy.append(share)
             self._change(gpu_busy=round(sum(self._busy) / len(self._busy), 3))
-        if self._idle is not None and not self._why_ended and is_idle(self._busy, self._idle):
-            self._why_ended = f"its GPUs computed less than {self._idle.below:.0%} in {self._idle.window}: idle_kill"
-            log.error("this run ends: %s", self._why_ended)
-            os.kill(os.getpid(), signal.SIGTERM)  # as a cancelled run ends
+        if self._idle is not None and is_idle(self._busy, self._idle):
+            self._end(f"its GPUs computed less than {self._idle.below:.0%} in {self._idle.window}: idle_kill")
+
+    def _end(self, why: str) -> None:
+        """End the run as a cancelled one ends, once."""
+        if not self._limit_reached:
+            self._limit_reached = why
+            log.error("this run ends: %s", why)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @contextmanager
     def _logged(self, config: PipelineConfig) -> Iterator[None]:

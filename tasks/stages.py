@@ -237,7 +237,7 @@ def opd_rollouts(job: OpdRolloutsJob, inputs: Inputs, *, workdir: Path, telemetr
 @stage
 def opd_scores(job: OpdScoresJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Score the answers of `rollouts`, which `student` gave, with the log-probs of `teacher`."""
-    from klear_core.opd.scores import score_rollouts
+    from klear_core.opd.teacher_scores import score_rollouts
 
     teacher, cfg = inputs["teacher"].path, job.runtime
     with open_engines_and_judges(cfg.engine, cfg.runtime, teacher, section="opd.teacher") as compute:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from klear_core.waits import TRACE_FILE, Span, Trace, read_trace
+import pytest
+
+from klear_core.errors import DataError
+from klear_core.waits import TRACE_FILE, Span, Trace, read_trace, span, traced
 
 
 def test_a_trace_is_read_as_it_was_written_but_for_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
@@ -23,3 +26,21 @@ def test_a_trace_is_read_as_it_was_written_but_for_a_line_that_a_kill_cut_short(
 
 def test_a_span_says_whom_the_driver_waited_for() -> None:
     assert Span(track="wait: the engines", name="load", start=0, end=1).waited_for == "the engines"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's file on a disk without room")
+def test_a_trace_on_a_full_disk_ends_no_run_and_hides_no_error(tmp_path: Path) -> None:
+    file = tmp_path / TRACE_FILE
+    file.symlink_to("/dev/full")
+    with traced(file):
+        span("driver", "collect", 0.0, 1.0)
+
+    def fail() -> None:
+        with traced(file):
+            span("driver", "collect", 0.0, 1.0)
+            raise DataError("row 3")
+
+    with pytest.raises(DataError, match="row 3"):
+        fail()
+    with traced(file / "no folder"):
+        span("driver", "collect", 0.0, 1.0)

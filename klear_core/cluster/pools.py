@@ -296,7 +296,7 @@ def _file_here(path: str, remote: RemotePaths) -> str:
 
 
 # ---- model scorer ----
-# Score the models of a curve with an engine on GPUs of the Ray cluster that the learner leaves free.
+# Score models while they train, with an engine on GPUs of the Ray cluster that the learner leaves free.
 
 
 _MAX_RESTARTS = 1  # of an engine while one model is scored; a score that fails is reported, and training continues
@@ -318,7 +318,7 @@ class RayScorer:
         self._is_stopped = False
 
     def score(self, model: Path) -> dict[str, float]:
-        """Return the point of a model. Raise ResourceError if no engine starts, or after `stop`."""
+        """Return the scores of a model. Raise ResourceError if no engine starts, or after `stop`."""
         try:
             return asyncio.run(self._score(model))
         except asyncio.CancelledError:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, StringConstraints, field_validator, model_validator
 
 from klear_core.config.benchmark_prompts import QUESTION
-from klear_core.config.settings import Settings
+from klear_core.config.settings import Precision, Settings
 
 # ---- engine ----
 # Define the settings of inference engines and sampling.
@@ -55,8 +55,9 @@ class TorchEngineConfig(Settings):
     """Klear's sampler for Llama, Qwen2 and Qwen3 models, fast for small models on CPU and one GPU."""
 
     kind: Literal["torch"] = "torch"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of weights and KV cache. On CPU float32 agrees with a float32 learner to the last bits."""
+    dtype: Precision = "float32"
+    """Data type of weights and KV cache. On CPU float32 agrees with a float32 learner to the last bits; `auto` chooses
+    by the processor."""
     runtime: TorchEngineRuntime = TorchEngineRuntime()
 
 

@@ -19,7 +19,7 @@ from klear_core.config.evaluate import (
 )
 from klear_core.config.losses import GppoConfig, LossConfig
 from klear_core.config.rl import DistillTermConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
-from klear_core.config.settings import Settings
+from klear_core.config.settings import Precision, Settings
 from klear_core.config.train import GivenModel, LoraConfig, SftConfig, TinyModelConfig, TrainRuntime
 
 
@@ -91,7 +91,7 @@ class OpdTrainConfig(Settings):
     distill: DistillTermConfig = DistillTermConfig()
     max_log_ratio: float = Field(default=20.0, gt=0, le=30)
     """Bound on the log-ratios, of new to old policy and of teacher to policy."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Precision = "bfloat16"
     """Data type of forward and backward pass and of the saved model."""
     runtime: TrainRuntime = TrainRuntime()
 

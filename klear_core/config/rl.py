@@ -26,7 +26,7 @@ from klear_core.config.rewards import (
     PassAtKAdvantage,
     RewardConfig,
 )
-from klear_core.config.settings import RareYieldLimits, Settings
+from klear_core.config.settings import Precision, RareYieldLimits, Settings
 from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, TrainRuntime, check_moments
 
 # ---- rollout ----
@@ -295,9 +295,9 @@ class RlConfig(Settings):
     max_staleness: int = Field(default=0, ge=0, le=16)
     """Weight versions that a sample may lag behind the learner: 0 is synchronous, 1 is one step off-policy, more is
     asynchronous."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Precision = "bfloat16"
     """Data type of forward and backward pass and of the saved model; weights that train and the optimizer are always
-    float32. Scripts: bfloat16."""
+    float32. `auto` chooses by the processor, for a CPU. Scripts: bfloat16."""
     runtime: RlRuntime = RlRuntime()
 
     as_before = {"max_negative_kl": None, "distill": None, "curriculum": None, "entropy_target": None}

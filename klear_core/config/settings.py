@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 
 class Settings(BaseModel):
@@ -31,6 +34,27 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
         hide_input_in_errors=True,  # pydantic's own message is in tracebacks; ours shows values that hold no key
     )
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Return whether this machine's processor has instructions for products of bfloat16 that Klear uses."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return re.search(r"\b(avx512_bf16|amx_bf16)\b", flags) is not None
+
+
+def _by_processor(value: object) -> object:
+    if value != "auto":
+        return value
+    return "bfloat16" if _multiplies_bfloat16() else "float32"
+
+
+Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_by_processor)]
+"""A data type. `auto` becomes bfloat16 where the processor of the machine that reads the settings multiplies it fast,
+and float32 elsewhere; hashes have what it became."""
 
 
 class YieldLimits(Settings):

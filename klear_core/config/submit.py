@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
 from klear_core.config.settings import Settings
 
@@ -96,11 +96,15 @@ class SubmitConfig(Settings):
     priority: str = ""
     """Slurm's QOS, Kueue's WorkloadPriorityClass, Prefect's work queue."""
     deadline: Duration | None = None
-    """Time after submission at which the run is ended, waiting included; it is not started again."""
+    """Time after submission at which the run is ended, waiting included; it is not started again. Slurm: with a
+    checkpoint, up to five minutes earlier."""
+    ends_at: AwareDatetime | None = None
+    """Moment at which the run ends itself; `klear submit` sets it from `deadline`."""
     retry: tuple[RetryReason, ...] = ("interruption",)
     """Events after which the run is started again; it goes on from its last checkpoint."""
     retry_for: Duration = "7d"
-    """Time after the first start in which it is started again, and for which it waits for missing nodes."""
+    """Time after the first start in which it is started again (Slurm, Ray), and for which it waits for missing
+    nodes."""
     max_retries: int = Field(default=3, ge=0)
     """Number of restarts after errors; on Kubernetes, after interruptions too."""
     idle_kill: IdleKill | None = None

@@ -14,7 +14,7 @@ from klear_core.config.evaluate import (
     Device,
     InlineEvalConfig,
 )
-from klear_core.config.settings import Settings, YieldLimits
+from klear_core.config.settings import Precision, Settings, YieldLimits
 from klear_core.errors import ConfigError
 from klear_core.gguf_header import is_gguf
 
@@ -312,9 +312,9 @@ class SftConfig(Settings):
     """Maximum number of held-out rows; problems beyond it go back into training with all their traces."""
     eval_every_steps: int = Field(default=100, ge=1)
     """Optimizer steps between two validation losses; one is always computed at the end."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Precision = "bfloat16"
     """Data type of forward and backward pass and of the saved model; weights that train and the optimizer are always
-    float32. Undisclosed in the paper."""
+    float32. `auto` chooses by the processor, for a CPU. Undisclosed in the paper."""
     runtime: SftRuntime = SftRuntime()
 
     @model_validator(mode="after")

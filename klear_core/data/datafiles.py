@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import glob
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, TypeVar, assert_never
 
 from klear_core.artifacts.files import fixed_part, is_pattern
 from klear_core.artifacts.hub import HubFiles, cached_names, fetch, published_files
 from klear_core.config.data import DatasetsSource, FileSource, HubSource, StoredSource
-from klear_core.data.formats.fields import has_surrogate
+from klear_core.data.formats.fields import EMPTY_ROW, READ, RowError, has_surrogate, is_empty_row, stated_id
 from klear_core.data.hf_datasets import loaded_files, made_files
 from klear_core.data.readers import (
     SUFFIXES,
+    BrokenRow,
+    FileRow,
     Span,
     arrow_batches,
     check_arrow_end,
@@ -25,13 +28,17 @@ from klear_core.data.readers import (
     damage_as_data_error,
     is_array,
     line_ends,
+    read_rows,
     separators_of,
     stem_of,
 )
 from klear_core.errors import ConfigError, DataError
+from klear_core.types import Dropped
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
+
+T = TypeVar("T")
 
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "package.json")
 """Files about the data that `datasets` writes beside it."""
@@ -385,3 +392,31 @@ def _row_spans(num_rows: int, total_bytes: int, num_bytes: int, limit: int | Non
         Span(start=start, stop=end, rows_before=start, num_rows=end - start, num_bytes=(end - start) * row_bytes)
         for start, end in zip(starts, ends, strict=True)
     ]
+
+
+# ---- rows ----
+
+
+def rows_of(files: Iterable[DataFile]) -> Iterator[FileRow | BrokenRow]:
+    """Yield the rows of files in order."""
+    return (row for file in files for row in read_rows(file.path, label=file.label))
+
+
+def parse_rows(
+    rows: Iterable[FileRow | BrokenRow], parse: Callable[[FileRow], T], *, limit: int | None
+) -> Iterator[T | Dropped]:
+    """Yield the result of `parse` for each row up to the limit; a drop record if it is broken, empty or a RowError."""
+    for row in islice(rows, limit):
+        if isinstance(row, BrokenRow):
+            yield Dropped(problem_id=row.where, step=READ, reason=row.reason, detail=f"{row.where}: {row.detail}")
+            continue
+        if is_empty_row(row.fields):
+            detail = f"{row.where}: no key has a value"
+            yield Dropped(problem_id=row.where, step=READ, reason=EMPTY_ROW, detail=detail)
+            continue
+        try:
+            yield parse(row)
+        except RowError as e:
+            given = stated_id(row.fields)
+            named = f"{row.where} (id {given})" if given else row.where
+            yield Dropped(problem_id=row.where, step=READ, reason=e.reason, detail=f"{named}: {e}")

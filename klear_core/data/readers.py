@@ -334,8 +334,14 @@ class _Lines:
         return found
 
 
+_UTF_16_MARKS = ("\udcff\udcfe", "\udcfe\udcff")
+"""The byte order marks of UTF-16, as text that is not UTF-8 is read."""
+
+
 def _column_names(cells: list[str], label: str) -> list[str]:
     names = [cell.strip() for cell in cells]
+    if cells and cells[0].startswith(_UTF_16_MARKS):
+        raise DataError(f'{label}: this is UTF-16, as Excel\'s "Unicode text" is; save it as CSV UTF-8')
     if not _is_utf8(cells) or any(name and names.count(name) > 1 for name in names):
         raise DataError(f"{label}: the first line of a CSV or TSV file must name its columns, not {cells!a:.200}")
     return names

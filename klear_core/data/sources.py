@@ -25,12 +25,20 @@ from klear_core.config.data import (
     StoredSource,
 )
 from klear_core.data.candidates import Candidate
-from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin, repo_of
+from klear_core.data.datafiles import (
+    DataFile,
+    check_files,
+    data_files,
+    default_name,
+    is_cached,
+    origin,
+    parse_rows,
+    repo_of,
+    rows_of,
+)
 from klear_core.data.formats.code_rows import QuestionTables
 from klear_core.data.formats.detect import schema_for
 from klear_core.data.formats.fields import (
-    EMPTY_ROW,
-    READ,
     Fields,
     RowError,
     Schema,
@@ -58,7 +66,7 @@ def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
             yield from generate(source, seed=seed)
         case FileSource() | HubSource() | DatasetsSource():
             yield from _parse_rows(
-                source, _rows_of(data_files(source)), _parser_of(source, QuestionTables(source.lookup))
+                source, rows_of(data_files(source)), _parser_of(source, QuestionTables(source.lookup))
             )
         case _:
             assert_never(source)
@@ -88,7 +96,7 @@ class FirstRow:
 
 def first_row(source: StoredSource, files: Sequence[DataFile]) -> FirstRow | None:
     """Return the first intact row with a value, up to the source's limit; None if there is none."""
-    first = _first_full(islice(_rows_of(files), source.limit))
+    first = _first_full(islice(rows_of(files), source.limit))
     if first is None:
         return None
     return FirstRow(fields={key: _telling(value) for key, value in first.fields.items()}, where=first.where)
@@ -109,7 +117,7 @@ def read_pieces(
 
 def read_questions(source: FileSource) -> Iterator[str | Dropped]:
     """Yield the questions alone; rows need no reference."""
-    return _parse_rows(source, _rows_of(data_files(source)), lambda fields, schema, _row: schema.question(fields))
+    return _parse_rows(source, rows_of(data_files(source)), lambda fields, schema, _row: schema.question(fields))
 
 
 def read_contest_questions(source: FileSource) -> Iterator[tuple[str, str] | Dropped]:
@@ -118,7 +126,7 @@ def read_contest_questions(source: FileSource) -> Iterator[tuple[str, str] | Dro
     def parse(fields: Fields, schema: Schema, _row: str) -> tuple[str, str]:
         return schema.question(fields), contest_id(fields)
 
-    return _parse_rows(source, _rows_of(data_files(source)), parse)
+    return _parse_rows(source, rows_of(data_files(source)), parse)
 
 
 def check_sources(sources: Sequence[Source]) -> None:
@@ -178,7 +186,7 @@ def is_without_references(source: Source) -> bool:
     """Return whether the format of a source's rows has no references, so that none can be judged."""
     if isinstance(source, GeneratedSource):
         return False
-    first = _first_full(_rows_of(files_here(source)))
+    first = _first_full(rows_of(files_here(source)))
     return first is not None and schema_for(source, first.fields, where=first.where).reference is None
 
 
@@ -214,7 +222,7 @@ def _check_formats(source: StoredSource, files: Sequence[DataFile]) -> None:
     """Raise ConfigError if the first rows of two files have different formats."""
     first: dict[str, str] = {}
     for file in files:
-        row = _first_full(_rows_of([file]))
+        row = _first_full(rows_of([file]))
         if row is not None:
             first[schema_for(source, row.fields, where=row.where).name] = file.label
     if len(first) > 1:
@@ -237,7 +245,7 @@ def _first_rows(source: StoredSource) -> list[Candidate | Dropped]:
     """Return the first rows, up to a usable one; those whose question is looked up have a stand-in for it."""
     parse = _parser_of(source)
     check = QuestionTables(source.lookup).checked
-    files = _rows_of(data_files(source))
+    files = rows_of(data_files(source))
     rows = _parse_rows(source, files, lambda fields, schema, row: parse(check(fields), schema, row))
     return head_of(rows)
 
@@ -258,10 +266,6 @@ def _parser_of(
     return lambda fields, schema, row: parse(complete(fields), schema, row)
 
 
-def _rows_of(files: Iterable[DataFile]) -> Iterator[FileRow | BrokenRow]:
-    return (row for file in files for row in read_rows(file.path, label=file.label))
-
-
 def _parse_rows(
     source: StoredSource,
     rows: Iterable[FileRow | BrokenRow],
@@ -273,21 +277,14 @@ def _parse_rows(
     `parse` gets a row's fields, their format, and the row's place in the source. The first intact row with a value
     determines the format, unless `schema` is given.
     """
-    for row in islice(rows, source.limit):
-        if isinstance(row, BrokenRow):
-            yield Dropped(problem_id=row.where, step=READ, reason=row.reason, detail=f"{row.where}: {row.detail}")
-            continue
-        if is_empty_row(row.fields):
-            detail = f"{row.where}: no key has a value"
-            yield Dropped(problem_id=row.where, step=READ, reason=EMPTY_ROW, detail=detail)
-            continue
-        schema = schema or schema_for(source, row.fields, where=row.where)
-        try:
-            yield parse(row.fields, schema, row.where)
-        except RowError as e:
-            given = stated_id(row.fields)
-            named = f"{row.where} (id {given})" if given else row.where
-            yield Dropped(problem_id=row.where, step=READ, reason=e.reason, detail=f"{named}: {e}")
+    found = schema
+
+    def parse_row(row: FileRow) -> T:
+        nonlocal found
+        found = found or schema_for(source, row.fields, where=row.where)
+        return parse(row.fields, found, row.where)
+
+    return parse_rows(rows, parse_row, limit=source.limit)
 
 
 def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain: Domain | None) -> Candidate:

@@ -23,10 +23,10 @@ from klear_core.errors import ResourceError
 from klear_core.evaluate.counts import AnswerCounts, tally
 from klear_core.evaluate.sample import PlannedAnswer, in_prompt, judged, response_of, sampling_params
 from klear_core.generate.engine import InferenceEngine
-from klear_core.generate.factory import EngineSpec, StartSampler, start_here
-from klear_core.processes import die_with_parent
+from klear_core.generate.factory import EngineSpec, StartSampler, running, start_here
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.seeding import seed_for
+from klear_core.stopping import die_with_parent
 from klear_core.types import EvalSample, Judge, Problem
 from klear_core.verify import JudgePool
 
@@ -46,7 +46,7 @@ def fixed_set(job: InlineEvalJob, *, seed: int) -> tuple[Problem, ...]:
 def open_inline_eval(
     job: InlineEvalJob, judges: Callable[[VerifyConfig], JudgePool], folder: Path, *, seed: int
 ) -> Iterator[CheckpointInlineEval]:
-    """Yield the exam for models with the tokenizer in `folder`. Its judges are its own, and end with the context.
+    """Yield the evaluation of models with the tokenizer in `folder`. Its judges are its own, and end with the context.
 
     Raise DataError or SandboxError, before training begins, if the problems cannot be read or judged.
     """
@@ -96,7 +96,7 @@ class CheckpointInlineEval:
             # The first ended the others. Callers retry and report by an error's type and message, which a group hides.
             raise errors.exceptions[0] from None
         counts = tally([task.result() for task in tasks], self.problems)["sampled"]
-        return inline_eval_metrics(counts, confidence=self.job.confidence)
+        return scores_of(counts, confidence=self.job.confidence)
 
     async def _answer(self, engine: InferenceEngine, planned: PlannedAnswer) -> EvalSample:
         params = sampling_params(self.job.sampling, planned, seed=self.seed)
@@ -108,12 +108,9 @@ class CheckpointInlineEval:
 async def score_with(
     inline_eval: CheckpointInlineEval, start_sampler: StartSampler, spec: EngineSpec
 ) -> dict[str, float]:
-    """Start an engine as `spec` says, score its model, and stop the engine; return the point of the curve."""
-    sampler = await start_sampler(spec)
-    try:
+    """Start an engine as `spec` says, score its model, and stop the engine; return the scores."""
+    async with running(start_sampler, spec) as sampler:
         return await inline_eval.score(sampler.engine)
-    finally:
-        await sampler.engine.close()
 
 
 def spec_of(job: InlineEvalJob, model: Path, *, seed: int) -> EngineSpec:
@@ -128,24 +125,24 @@ def spec_of(job: InlineEvalJob, model: Path, *, seed: int) -> EngineSpec:
     )
 
 
-def inline_eval_metrics(counts: AnswerCounts, *, confidence: float) -> dict[str, float]:
-    """Return a point of the curve by the last part of each metric's name."""
-    metrics = {
+def scores_of(counts: AnswerCounts, *, confidence: float) -> dict[str, float]:
+    """Return the scores by the last part of each metric's name."""
+    scores = {
         "truncated_frac": counts.truncated_frac,
         "unscored_frac": counts.unscored.total() / counts.num_answers,
         "tokens_mean": counts.num_tokens / counts.num_answers,
     }
     score = counts.score(confidence=confidence)
     if score is None:
-        return metrics
-    metrics |= {"avg": score.value, "avg_low": score.new_problems.low, "avg_high": score.new_problems.high}
+        return scores
+    scores |= {"avg": score.value, "avg_low": score.new_problems.low, "avg_high": score.new_problems.high}
     if score.rerun is not None:
-        metrics |= {"avg_rerun_low": score.rerun.low, "avg_rerun_high": score.rerun.high}
-    return metrics
+        scores |= {"avg_rerun_low": score.rerun.low, "avg_rerun_high": score.rerun.high}
+    return scores
 
 
 # ---- model process ----
-# Score models on the fixed set of a curve, each in a process of its own beside the training.
+# Score models on the fixed set, each in a process of its own beside the training.
 #
 # Scoring therefore cannot affect the training process: not its threads, nor its random numbers, nor by an engine's
 # crash.
@@ -173,7 +170,7 @@ class ProcessScorer:
         self._is_stopped = False
 
     def score(self, model: Path) -> dict[str, float]:
-        """Return the point of a model. Raise ResourceError if the process fails, with the last line that it wrote."""
+        """Return the scores of a model. Raise ResourceError if the process fails, with the last line that it wrote."""
         request = ScoreRequest(job=self._job, model=model, seed=self._seed)
         process = self._start()
         # Thread and process end together: the kernel kills the process if this thread is gone; see `main`.
@@ -184,8 +181,8 @@ class ProcessScorer:
             last = complaints.decode(errors="replace").strip().rpartition("\n")[2]
             raise ResourceError(f"the scoring process ended with exit status {process.returncode}: {last}")
         # Libraries may print before.
-        point: dict[str, float] = json.loads(written.decode().strip().rpartition("\n")[2])
-        return point
+        scores: dict[str, float] = json.loads(written.decode().strip().rpartition("\n")[2])
+        return scores
 
     def stop(self) -> None:
         """Kill the process that runs, with those of its engine, and start no more."""
@@ -223,14 +220,14 @@ def process_scorer(job: InlineEvalJob, folder: Path, *, seed: int, hides_gpus: b
 
 
 def main() -> None:
-    """Read a request from standard input, and write the point as the last line of standard output."""
+    """Read a request from standard input, and write the scores as the last line of standard output."""
     # A run that is killed cannot end this process itself.
     die_with_parent()
     request = ScoreRequest.model_validate_json(sys.stdin.buffer.read())
     job, seed = request.job, request.seed
     with open_inline_eval(job, JudgePool, request.model, seed=seed) as inline_eval:
-        point = asyncio.run(score_with(inline_eval, start_here, spec_of(job, request.model, seed=seed)))
-    sys.stdout.write(json.dumps(point, allow_nan=False) + "\n")
+        scores = asyncio.run(score_with(inline_eval, start_here, spec_of(job, request.model, seed=seed)))
+    sys.stdout.write(json.dumps(scores, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, work_shards, write_shard, write_shards
-from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config.curate import TagConfig
 from klear_core.config.evaluate import EvaluateConfig, ServedModelConfig
 from klear_core.config.verify import VerifyConfig
@@ -37,7 +36,7 @@ from klear_core.evaluate.score import (
     warning_lines,
 )
 from klear_core.generate.engine import EngineStats, load_of
-from klear_core.generate.factory import EngineSpec, LongestFirst, StartSampler, start_here
+from klear_core.generate.factory import EngineSpec, LongestFirst, StartSampler, running, start_here
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.scores import RATES_FOLDER, EvalReport, TemplateScore, write_reports
 from klear_core.seeding import seed_for
@@ -101,27 +100,23 @@ def answer_suite(
     Return warnings about the judges, and the load of the engines.
     """
     from klear_core.prompts import load_tokenizer, opening_of, render_prompt
-    from klear_core.train.base_model import model_folder, wanted_window
+    from klear_core.train.base_model import model_folder
 
-    folder = model_folder(model)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(model_folder(model))
     render = partial(render_prompt, tokenizer)
 
     assert not isinstance(cfg.engine, ServedModelConfig), "a served model has no folder"
-    spec = EngineSpec(
-        cfg=cfg.engine,
-        model_folder=folder,
+    spec = EngineSpec.of_model(
+        cfg.engine,
+        model,
         num_threads=cfg.runtime.num_threads,
         seed=seed_for(seed, "evaluate/engine"),
-        window=wanted_window(model),
-        artifact=None if folder == model else model,
-        remote=remote_paths_of(workdir),
+        workdir=workdir,
         answer_tokens=cfg.sampling.max_new_tokens,
     )
 
     async def run(judge: Judge) -> EngineStats | None:
-        sampler = await compute.start_sampler(spec)
-        try:
+        async with running(compute.start_sampler, spec) as sampler:
             setup = EvalSetup(
                 answers=EngineAnswers(engine=sampler.engine, render=render, opening=opening_of(tokenizer)),
                 judge=judge,
@@ -131,8 +126,6 @@ def answer_suite(
             )
             await answer_benchmarks(cfg, suite, setup, seed=seed, workdir=workdir, telemetry=telemetry)
             return await load_of(sampler.engine)
-        finally:
-            await sampler.engine.close()
 
     with compute.build_judges(verify) as judges:
         # tests the sandbox, if there are code problems, before the model is loaded

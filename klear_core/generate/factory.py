@@ -1,4 +1,4 @@
-"""Start the engines of a stage: the one of a config, or a pool of engines and endpoints; ask a model by chat."""
+"""Start the engines of a stage: the one of a config, or a pool of engines and endpoints."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ from klear_core.config.evaluate import (
     TorchEngineConfig,
     VllmEngineConfig,
 )
-from klear_core.errors import DataError, ResourceError
-from klear_core.generate.engine import InferenceEngine, SamplingParams, StreamingEngine, TrainableEngine, limit_of
+from klear_core.errors import ResourceError
+from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine, limit_of
 from klear_core.generate.http_engine import HttpEngine
 from klear_core.generate.pool import EngineLost, EnginePool, PooledEngine, RestartLimit
-from klear_core.hf_config import read_hf_config
-from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.types import Completion
 
 if TYPE_CHECKING:
     from klear_core.artifacts.remote_paths import RemotePaths
-    from klear_core.prompts import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +55,26 @@ class EngineSpec:
     which leaves its batch size as the only limit."""
     is_sent: bool = False
     """Whether the folder belongs to no artifact but has a copy in the store, which `fetch_folder` finds."""
+
+    @classmethod
+    def of_model(
+        cls, cfg: LocalEngineConfig, model: Path, *, num_threads: int, seed: int, workdir: Path, answer_tokens: int
+    ) -> EngineSpec:
+        """Return the inputs for a model artifact or a Hugging Face folder, in a stage that works in this folder."""
+        from klear_core.artifacts.remote_paths import remote_paths_of
+        from klear_core.train.base_model import model_folder, wanted_window
+
+        folder = model_folder(model)
+        return cls(
+            cfg=cfg,
+            model_folder=folder,
+            num_threads=num_threads,
+            seed=seed,
+            window=wanted_window(model),
+            artifact=None if folder == model else model,
+            remote=remote_paths_of(workdir),
+            answer_tokens=answer_tokens,
+        )
 
     def on_this_node(self) -> EngineSpec:
         """Return the inputs with this node's own folder of the model."""
@@ -102,6 +119,16 @@ def num_slots(cfg: LocalEngineConfig, *, is_on_gpu: bool) -> int:
     return math.ceil(batch_size * _QUEUE_MARGIN)
 
 
+@asynccontextmanager
+async def running(start_sampler: StartSampler, spec: EngineSpec) -> AsyncIterator[Sampler]:
+    """Start a stage's sampler for the block, and close it afterwards."""
+    sampler = await start_sampler(spec)
+    try:
+        yield sampler
+    finally:
+        await sampler.engine.close()
+
+
 async def start_here(spec: EngineSpec) -> Sampler:
     """Build one engine in this process; see `build_engine`."""
     engine = await build_spec(spec)
@@ -132,8 +159,6 @@ async def build_engine(
         case TorchEngineConfig() | VllmEngineConfig():
             return await build_trainable_engine(cfg, model_folder, num_threads=num_threads, seed=seed, window=window)
         case HttpEngineConfig():
-            from klear_core.generate.http_engine import HttpEngine
-
             return HttpEngine(cfg)
         case _:
             assert_never(cfg)
@@ -206,7 +231,7 @@ async def start_members(
 ) -> Sampler:
     """Start these engines and the endpoints that the settings name as one pool; see `EnginePool.start`."""
     endpoints = endpoints_of(runtime)
-    members = [*engines, *_members(endpoints)]
+    members = [*engines, *map(EndpointMember, endpoints)]
     restarts = RestartLimit(runtime.max_restarts, window_s=_WINDOW_S, key=f"{key}.runtime.max_restarts")
     pool = EnginePool(members, restarts.count)
     try:
@@ -218,13 +243,6 @@ async def start_members(
     limit_here = sum(engine.limit for engine in engines)
     limit_there = sum(cfg.runtime.max_concurrency for cfg in endpoints)
     return Sampler(engine=pool, limit=limit_here + limit_there, num_engines=len(members))
-
-
-def _members(endpoints: Sequence[HttpEngineConfig]) -> list[PooledEngine]:
-    if not endpoints:
-        return []
-
-    return [EndpointMember(cfg) for cfg in endpoints]
 
 
 # ---- members of a pool ----
@@ -397,102 +415,3 @@ class LongestFirst:
         # Before the first answer to a key has come, the average of all other keys is expected.
         num_answers, num_tokens = self._lengths.get(key, (self._num_answers, self._num_tokens))
         return num_tokens / max(1, num_answers)
-
-
-# ---- chat ----
-# Ask a trained model questions, with the engine, chat template and context window that the pipeline uses.
-
-
-_TEXT_EVERY_S = 0.05
-"""Seconds between two decodings of an unfinished answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatParams:
-    """Sampling settings for one question."""
-
-    temperature: float = 0.0
-    """0 is greedy."""
-    max_tokens: int | None = None
-    """Most tokens of one answer, thinking included; None uses all that the window leaves."""
-    num_samples: int = 1
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatModel:
-    """A loaded model with its tokenizer; call `close` when done."""
-
-    engine: InferenceEngine
-    tokenizer: Tokenizer
-    window: int
-    """Positions for question and answer together."""
-
-    async def ask(
-        self, question: str, chat_params: ChatParams, on_text: Callable[[str], None] | None = None
-    ) -> list[Completion]:
-        """Return the answers to one question, sent as one user turn; tell `on_text` a single answer's text so far.
-
-        Raise DataError if it leaves no room for an answer, or is not text.
-        """
-        try:
-            question.encode()
-        except UnicodeEncodeError as e:
-            raise DataError(f"the question is not text in UTF-8: {e}") from e
-        prompt_ids = render_prompt(self.tokenizer, question)
-        room = self.window - len(prompt_ids)
-        if room < 1:
-            raise DataError(
-                f"the question takes {len(prompt_ids)} tokens with the marks of its turn, "
-                f"and the model's window holds {self.window}, answer included; shorten it"
-            )
-        params = SamplingParams(
-            num_samples=chat_params.num_samples,
-            temperature=chat_params.temperature,
-            # no truncation: samples come from the model's own distribution at this temperature
-            top_p=1.0,
-            top_k=0,
-            repetition_penalty=1.0,
-            max_new_tokens=min(room, chat_params.max_tokens or room),
-            seed=chat_params.seed,
-        )
-        opening = opening_of(self.tokenizer)
-        if on_text is None or params.num_samples > 1 or not isinstance(self.engine, StreamingEngine):
-            return [completed(completion, opening) for completion in await self.engine.generate(prompt_ids, params)]
-        text_so_far = _TextSoFar(self.tokenizer, opening, on_text)
-        return [completed(done, opening) for done in await self.engine.stream(prompt_ids, params, text_so_far)]
-
-    async def close(self) -> None:
-        """Release the engine."""
-        await self.engine.close()
-
-
-class _TextSoFar:
-    """Decodes the tokens of an unfinished answer, some times a second, because each time it decodes all of them."""
-
-    def __init__(self, tokenizer: Tokenizer, opening: str, on_text: Callable[[str], None]) -> None:
-        self._tokenizer, self._opening, self._on_text = tokenizer, opening, on_text
-        self._loop = asyncio.get_running_loop()
-        self._due_at = 0.0
-
-    def __call__(self, _sample: int, token_ids: tuple[int, ...]) -> None:
-        """Tell the text, without a character whose last bytes are still to come."""
-        now = time.monotonic()
-        if now < self._due_at:
-            return
-        self._due_at = now + _TEXT_EVERY_S
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        # In the caller's thread: an error of what shows the text must not end the engine's.
-        self._loop.call_soon_threadsafe(self._on_text, self._opening + str(text).rstrip("\ufffd"))
-
-
-async def open_chat(
-    folder: Path, cfg: LocalEngineConfig, *, num_threads: int, seed: int, window: int | None = None
-) -> ChatModel:
-    """Load the model and tokenizer of a Hugging Face folder. `window` raises the positions that its config states.
-
-    Raise ConfigError if the engine cannot run this model, ResourceError if the engine is not installed.
-    """
-    tokenizer = load_tokenizer(folder)
-    engine = await build_engine(cfg, folder, num_threads=num_threads, seed=seed, window=window)
-    return ChatModel(engine=engine, tokenizer=tokenizer, window=read_hf_config(folder).window(window))

@@ -12,16 +12,15 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import Shard, plan_shards, read_shards, work_shards, write_shard
-from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config.opd import OpdRolloutsConfig
 from klear_core.errors import DataError, ResourceError
 from klear_core.generate.engine import InferenceEngine, one_sample
-from klear_core.generate.factory import EngineSpec, LongestFirst, Sampler, StartSampler, start_here
+from klear_core.generate.factory import EngineSpec, LongestFirst, Sampler, StartSampler, running, start_here
 from klear_core.generate.pool import expect
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.prompts import load_tokenizer, render_prompt
 from klear_core.seeding import seed_for
-from klear_core.train.base_model import model_folder, wanted_window
+from klear_core.train.base_model import model_folder
 from klear_core.types import Completion, Problem, TrainSample
 
 ROLLOUTS = "rollouts"
@@ -59,23 +58,18 @@ def sample_rollouts(
         for i in range(cfg.samples_per_prompt):
             answers.append(PlannedAnswer(problem_id=problem_id, prompt_ids=prompt_ids, sample_idx=i))
     shards = plan_shards(workdir / ROLLOUTS, answers, items_per_shard=cfg.runtime.answers_per_shard)
-    spec = EngineSpec(
-        cfg=cfg.engine,
-        model_folder=folder,
+    spec = EngineSpec.of_model(
+        cfg.engine,
+        model,
         num_threads=cfg.runtime.num_threads,
         seed=seed_for(seed, "opd/engine"),
-        window=wanted_window(model),
-        artifact=None if folder == model else model,
-        remote=remote_paths_of(workdir),
+        workdir=workdir,
         answer_tokens=cfg.sampling.max_new_tokens,
     )
 
     async def run() -> None:
-        sampler = await start_sampler(spec)
-        try:
+        async with running(start_sampler, spec) as sampler:
             await _sample_all(cfg, shards, sampler, seed=seed, telemetry=telemetry)
-        finally:
-            await sampler.engine.close()
 
     if not all(shard.is_done for shard in shards):
         asyncio.run(run())

@@ -37,7 +37,7 @@ from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, Sampler, StepRollouts, no_rewards
-from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
+from klear_core.rl.state import InlineEval, InlineEvals, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
 from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
 from klear_core.rl.stream import Curriculum, PromptStream
 from klear_core.scores import read_pass_rates
@@ -130,9 +130,9 @@ async def run_rl(
                 )
                 rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
                 step_log = StepLog(setup.cfg, progress, watch, shown=_shown(setup))
-                async with Curve(inline_eval, watch, setup.cfg, workdir=setup.workdir) as curve:
+                async with InlineEvals(inline_eval, watch, setup.cfg, workdir=setup.workdir) as evals:
                     with loop_watched("engines, ranks and judges wait for it"):
-                        await run_steps(setup.cfg, learner, engine, rollouts, step_log, curve)
+                        await run_steps(setup.cfg, learner, engine, rollouts, step_log, evals)
                 # Again for a run that was stopped in its last step, and has none left to take.
                 step_log.check()
                 progress.notes = (*learner_notes, *watch.notes())
@@ -152,13 +152,13 @@ async def run_steps(
     engine: TrainableEngine,
     rollouts: Lookahead | ContinuousRollouts,
     step_log: StepLog,
-    curve: Curve,
+    evals: InlineEvals,
 ) -> None:
     """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates."""
     progress, sleeper = step_log.progress, _sleeper(engine, cfg.rollout)
     # After a restore the learner has the checkpoint's weights; the engines still have those from before.
     await sync_weights(learner, engine, sleeper, version=progress.step)
-    curve.resume(engine, step=progress.step)
+    evals.resume(engine, step=progress.step)
     async with rollouts:
         for step in range(progress.step, cfg.num_steps):
             phase = Phases()
@@ -171,15 +171,15 @@ async def run_steps(
             with phase("learn"):
                 # No request is running now: the config refuses sleeping engines with `max_staleness` above 0.
                 if sleeper is not None:
-                    await curve.finish()
+                    await evals.finish()
                     await sleeper.sleep()
                 update = await learner.step(samples.rows)
                 if (load := await load_of(engine)) is not None:
                     update |= load.metrics("rl")
-                await curve.finish()  # its answers are of the weights before this step
+                await evals.finish()  # its answers are of the weights before this step
             with phase("hand over"):
                 await sync_weights(learner, engine, sleeper, version=step + 1)
-                curve.start(engine, step=step + 1)
+                evals.start(engine, step=step + 1)
             # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
             rollouts.allow_another()
             step_log.log(collected, samples.drops, update, phase.seconds)
@@ -192,7 +192,7 @@ async def run_steps(
                 await learner.finish_save()
                 raise StoppedEarly(f"RL was asked to stop after step {progress.step}")
             step_log.check()
-        await curve.finish()
+        await evals.finish()
 
 
 class Phases:

@@ -19,7 +19,7 @@ from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import METRICS_FILE, Telemetry, finite, read_metrics, skipped_note
 from klear_core.rl.groups import CANCELLED, SURPLUS, TRAINED, drop_ledger
 from klear_core.rl.stream import Memory
-from klear_core.train.inline_eval import logged_points, point_metrics
+from klear_core.train.inline_eval import inline_eval_metrics, scored_steps
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ def _values(what: str, ends: tuple[float, float], unit: str) -> str:
     return f"{what} {amount} on average of the last {WINDOW} steps ({ends[0]:.3g} in the first {WINDOW})"
 
 
-# ---- curve ----
+# ---- inline evaluation ----
 # Score the policy on a fixed set every few steps, by the engines that sample, while training goes on.
 
 
@@ -358,12 +358,12 @@ class InlineEval(Protocol):
     """Answers and judges a fixed set of problems with the weights that an engine has."""
 
     async def score(self, engine: InferenceEngine) -> dict[str, float]:
-        """Return the score with its intervals and shares, by the names in `POINT`."""
+        """Return the score with its intervals and shares, by the names in `SCORES`."""
         ...
 
 
 OpenInlineEval = Callable[[Path], AbstractContextManager[InlineEval | None]]
-"""Returns a context of the exam, with its judges, for the model in a folder; of None if no scores are to be taken."""
+"""Returns a context of the evaluation, with its judges, for the model in a folder; of None if there is none to make."""
 
 
 def no_inline_eval(_folder: Path) -> AbstractContextManager[InlineEval | None]:
@@ -371,18 +371,18 @@ def no_inline_eval(_folder: Path) -> AbstractContextManager[InlineEval | None]:
     return nullcontext()
 
 
-class Curve:
-    """Make the points of the curve, one at a time; leaving the context cancels the one that is being made.
+class InlineEvals:
+    """Make the inline evaluations of a run, one at a time; leaving the context cancels the one that is being made.
 
-    A point belongs to one version of the weights: its requests are sent once the engines have loaded that version, run
+    Each is of one version of the weights: its requests are sent once the engines have loaded that version, run
     beside the next rollouts and the learner's update, and are awaited before the engines load the next version.
     """
 
     def __init__(self, inline_eval: InlineEval | None, telemetry: Telemetry, cfg: RlConfig, *, workdir: Path) -> None:
-        self._exam = inline_eval
+        self._inline_eval = inline_eval
         self._metrics_file = workdir / METRICS_FILE
         self._telemetry = telemetry
-        self._curve = cfg.runtime.curve
+        self._cfg = cfg.runtime.curve
         self._num_steps = cfg.num_steps
         self._running: tuple[int, asyncio.Task[dict[str, float]]] | None = None
 
@@ -400,28 +400,28 @@ class Curve:
             await asyncio.gather(task, return_exceptions=True)
 
     def resume(self, engine: InferenceEngine, *, step: int) -> None:
-        """Start the point of the weights that training resumes from, unless an earlier attempt has logged it."""
+        """Score the weights that training resumes from, unless an earlier attempt has logged their scores."""
         # Only this step is looked up: rows of later steps, which are trained again, stay in the metrics file until the
         # next step is logged.
-        logged = logged_points(self._metrics_file, "rl")
+        logged = scored_steps(self._metrics_file, "rl")
         if step not in logged:
             self.start(engine, step=step)
 
     def start(self, engine: InferenceEngine, *, step: int) -> None:
-        """Start the point of the weights after `step` steps, if one is due."""
-        if self._exam is None or self._curve is None:
+        """Start to score the weights after `step` steps, if that is due."""
+        if self._inline_eval is None or self._cfg is None:
             return
-        if self._curve.is_due(step, num_steps=self._num_steps):
+        if self._cfg.is_due(step, num_steps=self._num_steps):
             assert self._running is None, step  # the loop calls `finish` before the engines load new weights
             # Not awaited here: `finish` collects the result, while rollouts and update go on.
-            self._running = (step, asyncio.create_task(self._exam.score(engine)))
+            self._running = (step, asyncio.create_task(self._inline_eval.score(engine)))
 
     async def finish(self) -> None:
-        """Wait for the point that is being made, if there is one, and log it."""
+        """Wait for the evaluation that is being made, if there is one, and log its scores."""
         if self._running is None:
             return
         step, task = self._running
-        metrics = await task
+        scores = await task
         self._running = None  # only now: if the wait fails or is cancelled, `__aexit__` still has the task
         # `add`, because `log` would replace the rows of that step and of later ones.
-        self._telemetry.add(point_metrics("rl", metrics), step=step)
+        self._telemetry.add(inline_eval_metrics("rl", scores), step=step)

@@ -67,7 +67,7 @@ class _Job:
     store: Path
     seed: int
     workdir: Path
-    curve: InlineEvalConfig | None = None
+    inline_eval: InlineEvalConfig | None = None
     """Steps whose models are exported to be scored; None: none."""
     remote: RemotePaths | None = None
     """Source of model and tokens for ranks on nodes with other disks; None without a shared store."""
@@ -116,8 +116,10 @@ def train_sft(
     if remote is not None:
         send_folder(store)
     with open_scorer(model_folder(model)) as scorer, scoring(scorer, telemetry, stage="sft", workdir=workdir) as scores:
-        curve = None if scores is None else cfg.runtime.curve
-        job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir, curve=curve, remote=remote)
+        inline_eval = None if scores is None else cfg.runtime.curve
+        job = _Job(
+            cfg=cfg, model=model, store=store, seed=seed, workdir=workdir, inline_eval=inline_eval, remote=remote
+        )
         with checkpoint_first():
             summary, results = run_ranks(partial(_run_rank, job), cfg.runtime, telemetry)
         unscored = () if scores is None else scores.finish()
@@ -159,15 +161,15 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
     # A checkpoint's weights and moments are loaded in place; `first` is the step to continue at.
     first, counters = checkpoints.load_latest(policy, updater.optimizer) or (0, {"num_skipped": 0, "num_tokens": 0})
-    points = CheckpointExporter(
-        job.curve,
+    exporter = CheckpointExporter(
+        job.inline_eval,
         workdir=job.workdir,
         source=model_folder(job.model),
         window=wanted_window(job.model),
         dtype=cfg.dtype,
         world=world,
     )
-    points.begin(policy, first=first, num_steps=num_steps)
+    exporter.begin(policy, first=first, num_steps=num_steps)
 
     for step in range(first, num_steps):
         checkpoints.raise_failure()  # a run that cannot save must not go on until the next save
@@ -195,7 +197,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         telemetry.log(metrics, step=done)
         telemetry.progress(done, num_steps, f"loss {result.loss:.3f}" if result.is_applied else "update skipped")
         # Before the checkpoint: a killed run makes the models of later steps again, but none of earlier ones.
-        points.offer(policy, step=done, num_steps=num_steps)
+        exporter.offer(policy, step=done, num_steps=num_steps)
         is_last = done == num_steps or world.any(stopping.is_asked())
         if checkpoints.is_due(done) or is_last:
             send_work(job.workdir)  # the rows of the steps that it counts, if this rank is in the driver's process
@@ -206,7 +208,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     checkpoints.wait()  # a run killed from here on resumes behind the last step, and only exports
 
     _export(policy, job, world)
-    notes = (*path_notes, *_skip_notes(counters), *points.notes())
+    notes = (*path_notes, *_skip_notes(counters), *exporter.notes())
     ledger = (store.ledger, *plan.ledger())
     return StageSummary(counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed}, notes=notes)
 

@@ -1,4 +1,4 @@
-"""Score the models of some steps while training runs, in a thread of the driver, and log the scores as a curve."""
+"""Score the models of some steps while training runs, in a thread of the driver, and log the scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5  # between two looks for the next model
 _STORE_POLL_S = 10.0  # the same in a shared store, which charges for them
 
-POINT = (
+SCORES = (
     "avg",
     "avg_low",
     "avg_high",
@@ -35,18 +35,18 @@ POINT = (
     "unscored_frac",
     "tokens_mean",
 )
-"""Last parts of the metrics of a point of the curve, `sft/eval/avg` and so on; the last three are always there."""
+"""Last parts of the metrics of an inline evaluation, `sft/eval/avg` and so on; the last three are always there."""
 
 
-def point_metrics(stage: str, point: Mapping[str, float]) -> dict[str, float]:
-    """Return a point of the curve under the names of its metrics."""
-    unknown = point.keys() - set(POINT)
+def inline_eval_metrics(stage: str, scores: Mapping[str, float]) -> dict[str, float]:
+    """Return the scores of a step under the names of its metrics."""
+    unknown = scores.keys() - set(SCORES)
     assert not unknown, unknown
-    return {f"{stage}/eval/{name}": value for name, value in point.items()}
+    return {f"{stage}/eval/{name}": value for name, value in scores.items()}
 
 
-def logged_points(metrics_file: Path, stage: str) -> set[int]:
-    """Return the steps whose points of the curve are in the stage's metrics file."""
+def scored_steps(metrics_file: Path, stage: str) -> set[int]:
+    """Return the steps whose scores are in the stage's metrics file."""
     name = f"{stage}/eval/tokens_mean"
     return {int(row["step"] or 0) for row in read_metrics(metrics_file) if name in row}
 
@@ -55,7 +55,7 @@ class ModelScorer(Protocol):
     """Scores models on a fixed set of problems, outside of the process or thread that trains."""
 
     def score(self, model: Path) -> dict[str, float]:
-        """Return a point of the curve, by the names in `POINT`, for the model in a Hugging Face folder."""
+        """Return the scores, by the names in `SCORES`, of the model in a Hugging Face folder."""
         ...
 
     def stop(self) -> None:
@@ -83,24 +83,24 @@ class InlineEvalThread:
         self._scorer = scorer
         self._telemetry = telemetry
         self._stage = stage
-        self._points = ExportedCheckpoints(workdir)
+        self._exported = ExportedCheckpoints(workdir)
         self._metrics_file = workdir / METRICS_FILE
-        self._poll_s = _STORE_POLL_S if self._points.is_in_store else _POLL_S
+        self._poll_s = _STORE_POLL_S if self._exported.is_in_store else _POLL_S
         self._is_ending = threading.Event()
         self._is_stopped = False
         self._failures: dict[int, str] = {}
         """Reasons for missing scores, by step."""
         self._trouble = ""
         """Reason why no model can be scored at present; empty if models can be."""
-        self._thread = threading.Thread(target=self._run, name="klear-curve", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="klear-inline-eval", daemon=True)
 
     def start(self) -> None:
         """Begin with the models that an earlier attempt has left."""
         # A run killed between the two steps of `_score`, logging and deleting, has left these.
-        logged = logged_points(self._metrics_file, self._stage)
-        for step in self._points.waiting():
+        logged = scored_steps(self._metrics_file, self._stage)
+        for step in self._exported.waiting():
             if step in logged:
-                self._points.drop(step)
+                self._exported.drop(step)
         self._thread.start()
 
     def finish(self) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ class InlineEvalThread:
         while not self._is_stopped:
             is_ending = self._is_ending.is_set()  # asked before the look: what is exported in between would be missed
             try:
-                waiting = self._points.waiting()
+                waiting = self._exported.waiting()
                 if waiting:
                     self._score(waiting[0])
                     continue
@@ -140,24 +140,24 @@ class InlineEvalThread:
     def _score(self, step: int) -> None:
         # The base is exported again by a run that was killed before its first checkpoint. No other row can be trusted
         # here: those of steps that are trained again are deleted only when the first of these is logged.
-        if step == 0 and 0 in logged_points(self._metrics_file, self._stage):
-            self._points.drop(step)
+        if step == 0 and 0 in scored_steps(self._metrics_file, self._stage):
+            self._exported.drop(step)
             return
         trouble = ""
         try:
-            point = self._scorer.score(self._points.fetch(step))
+            scores = self._scorer.score(self._exported.fetch(step))
         except Exception as e:  # noqa: BLE001  # whatever an engine or judge raises: training goes on without a score
             trouble = " ".join(str(e).split()) or type(e).__name__
-        if self._is_stopped or step not in self._points.waiting():
+        if self._is_stopped or step not in self._exported.waiting():
             return  # the learner went back to an earlier checkpoint, and will export this step again
         if trouble:
             log.warning("%s: the model after step %d could not be scored: %s", self._stage, step, trouble)
             self._failures[step] = trouble
         else:
             # `add`, because training may have logged later steps in the meantime.
-            self._telemetry.add(point_metrics(self._stage, point), step=step)
+            self._telemetry.add(inline_eval_metrics(self._stage, scores), step=step)
             self._failures.pop(step, None)
-        self._points.drop(step)
+        self._exported.drop(step)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def scoring(
         thread.stop()  # after `finish` nothing is left to stop
 
 
-# ---- points ----
+# ---- exported checkpoints ----
 # Export the weights of some steps while training goes on, each to a folder that waits for its score.
 
 
@@ -240,11 +240,11 @@ class ExportedCheckpoints:
 
 
 class CheckpointExporter:
-    """Exports the models of the curve that are due; every rank must make the same calls in order."""
+    """Exports the models whose inline evaluation is due; every rank must make the same calls in order."""
 
     def __init__(
         self,
-        curve: InlineEvalConfig | None,
+        cfg: InlineEvalConfig | None,
         *,
         workdir: Path,
         source: Path,
@@ -252,9 +252,9 @@ class CheckpointExporter:
         dtype: Dtype,
         world: World,
     ) -> None:
-        """`source` is the folder of config and tokenizer; without a `curve` no model is due."""
-        self._curve = curve
-        self._points = ExportedCheckpoints(workdir)
+        """`source` is the folder of config and tokenizer; without `cfg` no model is due."""
+        self._cfg = cfg
+        self._exported = ExportedCheckpoints(workdir)
         self._source = source
         self._window = window
         self._dtype = dtype
@@ -264,7 +264,7 @@ class CheckpointExporter:
 
     def begin(self, policy: Policy, *, first: int, num_steps: int) -> None:
         """Delete the models of steps after `first`, from which training goes on, and export the model before step 1."""
-        if self._curve is None:
+        if self._cfg is None:
             return
         # Without a barrier: rank 0 alone writes and deletes models.
         if self._world.rank == 0:
@@ -279,7 +279,7 @@ class CheckpointExporter:
         Call before the checkpoint of this step is saved: a resumed run then finds each model before its checkpoint
         exported, and makes the later ones again.
         """
-        if self._curve is None or not self._curve.is_due(step, num_steps=num_steps):
+        if self._cfg is None or not self._cfg.is_due(step, num_steps=num_steps):
             return
         weights = full_weights(policy, dtype=self._dtype)  # all ranks gather, though only rank 0 writes
         if self._world.rank > 0:
@@ -290,7 +290,7 @@ class CheckpointExporter:
 
         # A full disk or a lost store, each with its own errors, must not end training.
         try:
-            self._points.add(step, write)
+            self._exported.add(step, write)
         except Exception as e:  # noqa: BLE001  # logged, and counted in the stage's notes
             self._lost.append(step)
             log.warning("the model after step %d is not scored: it could not be written: %s", step, e)
@@ -303,8 +303,8 @@ class CheckpointExporter:
 
     def _forget_after(self, first: int) -> None:
         try:
-            for step in self._points.waiting():
+            for step in self._exported.waiting():
                 if step > first:
-                    self._points.drop(step)
+                    self._exported.drop(step)
         except (OSError, KlearError) as e:
             log.warning("models that wait for their score could not be deleted: %s", e)

@@ -19,11 +19,10 @@ from klear_core import products
 from klear_core.train.kernels import registry
 from klear_core.train.kernels.registry import Backend, compiler_errors
 
-CHUNK_LOGITS = 1 << 25
-"""Logits held at once on CPU (128 MiB in float32).
+log = logging.getLogger(__name__)
 
-A tiny vocabulary is one chunk, Qwen's 151,936 makes chunks of 220 tokens.
-"""
+CHUNK_LOGITS = 1 << 25
+"""Logits held at once on CPU, 128 MiB in float32: Qwen's vocabulary of 151,936 makes chunks of 220 tokens."""
 CHUNK_LOGITS_CUDA = 1 << 28
 """1 GiB in float32: reading the weight once per chunk then costs next to nothing beside the matrix products."""
 
@@ -301,8 +300,6 @@ def _pointwise(loss_fn: TokenLossFn, reading: Reading, chunk: slice) -> tuple[Te
 # registers. Elsewhere log-probs overwrite the logits, and results do not depend on a compiler.
 
 
-log = logging.getLogger(__name__)
-
 HALF = (torch.bfloat16, torch.float16)
 _LEAST = -1e30
 """Replaces a log-prob of minus infinity (probability 0): it adds 0 to an entropy, where 0 * -inf would be NaN."""
@@ -440,13 +437,11 @@ class Passes:
 def passes_on(device_type: str) -> Passes:
     """Return the passes for a kind of device; all heads of the process share them."""
     compiled = registry.in_use(f"head/{device_type}")
-    passes: Passes = _plain_passes() if compiled is None else compiled()
+    passes: Passes = _PLAIN if compiled is None else compiled()
     return passes
 
 
-@cache
-def _plain_passes() -> Passes:
-    return Passes()
+_PLAIN = Passes()
 
 
 @cache
@@ -497,10 +492,7 @@ def _slope(logp: Tensor, dlogp_C1: Tensor, entropy_C1: Tensor, dentropy_C1: Tens
 
 
 def _mark_length_dynamic(*tensors: Tensor | None) -> None:
-    """Mark axis 0 as dynamic, so that one kernel serves every C instead of one kernel each.
-
-    Micro-batches differ in length, and so do their last chunks.
-    """
+    """Mark axis 0 as dynamic: micro-batches and their last chunks differ in length, and one kernel serves them all."""
     for tensor in tensors:
         if tensor is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)

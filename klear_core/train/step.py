@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from klear_core.config.train import NO_TORCHAO, OptimConfig
-from klear_core.errors import ConfigError, TrainingError
+from klear_core.errors import ConfigError, TrainingError, reporting
 from klear_core.metrics import made_progress
 from klear_core.train.distributed import World
 from klear_core.train.logps import HeadOutput
@@ -161,8 +161,9 @@ def profiled(steps: tuple[int, int] | None, step: int, folder: Path, *, rank: in
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as found:
         yield
-    folder.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(folder / f"step-{step:08d}-rank-{rank}.json"))
+    with reporting(f"the profile of step {step} is not kept"):
+        folder.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(folder / f"step-{step:08d}-rank-{rank}.json"))
 
 
 def save_bad_batch(
@@ -173,13 +174,14 @@ def save_bad_batch(
     `num_skipped` includes this one. It is part of the file name, because an RL step has several updates. So is a rank
     above 0, whose rows may be others.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     of_rank = f"-rank-{rank}" if rank else ""
     path = folder / f"step-{step:08d}-{num_skipped}{of_rank}.json"
     temporary = folder / f"{path.name}.{os.getpid()}.tmp"  # ranks of a context write the same file at once
-    temporary.write_text(json.dumps([_spell_nonfinite(asdict(row)) for row in rows], allow_nan=False))
-    temporary.replace(path)
     log.warning("step %d skipped: loss or gradient not finite; its rows are in %s", step, path)
+    with reporting("these rows are not kept"):
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps([_spell_nonfinite(asdict(row)) for row in rows], allow_nan=False))
+        temporary.replace(path)
     if num_skipped > max_skipped:
         raise TrainingError(
             f"{num_skipped} steps with a loss or gradient that is not finite, {max_skipped} are allowed; see {folder}"

@@ -35,6 +35,26 @@ PASSED = Verdict(outcome=Outcome.SCORED, score=1.0, detail="the reference passed
 TRIAL_ANSWER = "7907"
 """A plain number as the answer: text rules decide only if the reference is a number or words; else it is parsed."""
 TRIAL_RESPONSE = f"<think>\n</think>\n\\boxed{{{TRIAL_ANSWER}}}"
+_COMMON_SHAPES = (
+    "A",
+    "yes",
+    "1",
+    "1 1",
+    "1, 1",
+    "(1, 1)",
+    "[1, 1]",
+    "[[1, 1], [1, 1]]",
+    '{"1": 1}',
+    "x = 1",
+    "1:1",
+    "1/1",
+    "2000-01-01",
+)
+"""Answers whose shape a user's judge may require."""
+_PLACES = (("\\boxed{", "}"), ("", ""), ("<answer>", "</answer>"))
+"""Where a user's judge may look for an answer."""
+_MAX_PARTS = 8
+"""Most texts of a reference's value that are tried as answers."""
 _COMPUTES_NOTHING = re.compile(r"(?=.*\w)[\w\s.,:;'()%$-]*")
 """Numbers, words and lists of them, over which algebra can neither fail nor take long."""
 
@@ -102,7 +122,7 @@ def code_task(problem_id: str, reference: CodeReference, program: bytes | None, 
     )
 
 
-def digest_of(trial: CodeTask) -> bytes:
+def digest_of(trial: CodeTask | UserTask) -> bytes:
     """Return a key of the reference in a trial, with the tests that were chosen."""
     return hashlib.blake2b(repr(trial).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
@@ -116,24 +136,38 @@ def unusable_tests(problem: Problem, trial: Verdict) -> list[str]:
 
 
 def probes_of(task: UserTask) -> list[UserTask]:
-    """Return calls of a user's judge or reward on answers of ours to the same problem: a plain number, and the right
-    answer.
+    """Return calls of a user's judge or reward on answers of ours to the same problem.
 
-    A judge's right answer is the reference's value, or the text at `answer` where the value is a table with one.
+    A reward gets a plain number, and the right answer. A judge may read answers of a shape of its own and raise on all
+    others: it gets a plain number, the reference's value and the parts of it, which may hold a right answer (under
+    `answer` by agreement), and texts of common shapes; each in a box, then plain, then in a tag.
     """
     asked = task.answer
     if isinstance(asked, JudgedAnswer):
         right = [trivial_answer(asked, box=asked.answers[0], score=1.0)] if asked.answers else []
         return [dataclasses.replace(task, answer=answer) for answer in (trivial_answer(asked), *right)]
-    value = asked.reference
-    if isinstance(value, dict) and isinstance(value.get("answer"), str):
-        value = value["answer"]
+    texts = dict.fromkeys([TRIAL_ANSWER, *_possible_answers(asked.reference), *_COMMON_SHAPES])
     probes: list[UserTask] = []
-    for box in (TRIAL_ANSWER, value if isinstance(value, str) else json.dumps(value)):
-        text = f"\\boxed{{{box}}}"
-        answer = dataclasses.replace(asked, answer=text, box=box, response=f"<think>\n</think>\n{text}")
-        probes.append(dataclasses.replace(task, answer=answer))
+    for start, end in _PLACES:
+        for text in texts:
+            # The box is never missing: many judges return 0 without one, before they read the reference.
+            shown = f"{start}{text}{end}"
+            answer = dataclasses.replace(asked, answer=shown, box=text, response=f"<think>\n</think>\n{shown}")
+            probes.append(dataclasses.replace(task, answer=answer))
     return probes
+
+
+def _possible_answers(value: object) -> list[str]:
+    """Return the texts in a custom reference's value that may be a right answer, the likeliest first."""
+    parts: list[object] = [value]
+    match value:
+        case dict():
+            stated = [value["answer"]] if "answer" in value else []
+            parts = [*stated, value, *value.values()]
+        case list():
+            parts += value
+    parts = parts[:_MAX_PARTS]
+    return [part if isinstance(part, str) else json.dumps(part) for part in parts]
 
 
 def trivial_answer(asked: JudgedAnswer, *, box: str = TRIAL_ANSWER, score: float = 0.0) -> JudgedAnswer:

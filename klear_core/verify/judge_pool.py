@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import json
 import logging
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -44,7 +46,7 @@ from klear_core.verify.client import CheckSandbox, CodeTask, CodeTrial, Fault, J
 from klear_core.verify.code.program import check_size, find_program
 from klear_core.verify.math.answer_text import boxed_texts, find_answer, quoted
 from klear_core.verify.math.rules import compared_texts, decide, unboxed_verdict, usable_references
-from klear_core.verify.user_code import memory_message
+from klear_core.verify.user_code import longest_s, memory_message
 
 _LOG = logging.getLogger(__name__)
 _TRIALS_AT_A_TIME = 256
@@ -57,6 +59,14 @@ _TRIED_AGAIN = ("died", "killed")
 _TRIED_AGAIN_OF_USERS = ("killed", "timed_out")
 """Such kinds in a worker of a user's function, which may also be over the answer. A judging process that died is not:
 it judges many answers at a time."""
+
+
+_FIRST_PROBES = 2
+"""Number of the probes of a user's function that are always tried."""
+_NO_PROBE_WORKED = (
+    "so it was with each of our {} answers. A judge returns 0 for an answer that it cannot read; one that raises needs "
+    "a right answer under `answer` of its reference's value"
+)
 
 
 class JudgeBackend(Protocol):
@@ -192,7 +202,9 @@ class JudgePool:
                 if isinstance(trial, Verdict) or not run_tests:
                     return _done(trial if isinstance(trial, Verdict) else PASSED)
                 return self._trial(problem.problem_id, reference)
-            case CustomReference() | UnverifiableReference():
+            case CustomReference():
+                return self._judge_trial(problem, reference)
+            case UnverifiableReference():
                 return self.submit(problem, TRIAL_RESPONSE)
             case _:
                 assert_never(reference)
@@ -207,14 +219,22 @@ class JudgePool:
 
     def _trial(self, problem_id: str, reference: MathReference | CodeReference) -> Future[Verdict]:
         """Return a future of the trial of a reference; it is made once and remembered, unless the machine failed."""
-        prepared: Verdict | Task | None = None
         if isinstance(reference, MathReference):
-            key: MathReference | bytes = reference
-        else:
-            prepared = code_trial(problem_id, reference, self.cfg)
-            if isinstance(prepared, Verdict):
-                return _done(prepared)
-            key = digest_of(prepared)  # not the reference itself: its tests may be large
+            return self._once(reference, lambda: self._submit(self._math_trial(reference)))
+        prepared = code_trial(problem_id, reference, self.cfg)
+        if isinstance(prepared, Verdict):
+            return _done(prepared)
+        # The key is not the reference itself: its tests may be large.
+        return self._once(digest_of(prepared), lambda: self._submit(prepared))
+
+    def _judge_trial(self, problem: Problem, reference: CustomReference) -> Future[Verdict]:
+        """Return a future of the trial of a user's judge on a problem, remembered as that of our own references."""
+        task = self._user_task(problem, reference, TRIAL_RESPONSE, TRIAL_RESPONSE)
+        if isinstance(task, Verdict):
+            return _done(task)
+        return self._once(digest_of(task), lambda: self._probe(task))
+
+    def _once(self, key: MathReference | bytes, start: Callable[[], Future[Verdict]]) -> Future[Verdict]:
         with self._trials_lock:
             known = self._trials.get(key)
             trial: Future[Verdict] = Future()
@@ -223,10 +243,7 @@ class JudgePool:
                 self._trials[key] = trial
         if known is not None:
             return _done(known) if isinstance(known, Verdict) else known
-        if prepared is None:
-            assert isinstance(reference, MathReference)
-            prepared = self._math_trial(reference)
-        self._submit(prepared).add_done_callback(lambda done: self._remember(key, trial, done))
+        start().add_done_callback(lambda done: self._remember(key, trial, done))
         return trial
 
     def _math_trial(self, reference: MathReference) -> Verdict | Task:
@@ -336,9 +353,15 @@ class JudgePool:
     def _submit_custom(
         self, problem: Problem, reference: CustomReference, response: str, answer_text: str
     ) -> Future[Verdict]:
+        trial = self._judge_trial(problem, reference)
+        return self._after(trial, lambda _: self._user_task(problem, reference, response, answer_text))
+
+    def _user_task(
+        self, problem: Problem, reference: CustomReference, response: str, answer_text: str
+    ) -> Verdict | UserTask:
         if reference.judge not in self._judges:
             detail = f"problem {problem.problem_id}: {self._unknown(reference)}"
-            return _done(Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail))
+            return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
         judge, digest = self._judges[reference.judge]
         boxes = boxed_texts(answer_text)
         answer = AnswerToJudge(
@@ -350,7 +373,7 @@ class JudgePool:
             box=boxes[-1] if boxes else None,
             response=response,
         )
-        return self._submit(UserTask(function=judge, digest=digest, answer=answer))
+        return UserTask(function=judge, digest=digest, answer=answer)
 
     def _unknown(self, reference: CustomReference) -> str:
         return f"verify.judges has no judge {reference.judge!r}; it has {', '.join(self._judges) or 'none'}"
@@ -424,20 +447,50 @@ class JudgePool:
         """Try a user's judge or reward on answers of ours; if it works on one, the model's answer is to blame."""
         verdict: Future[Verdict] = Future()
         verdict.set_running_or_notify_cancel()
-        probes = probes_of(task)
 
-        def follow(done: Future[Verdict] | None) -> None:
-            if done is not None and done.exception() is None and done.result().outcome is Outcome.SCORED:
+        def follow(done: Future[Verdict]) -> None:
+            if done.exception() is None and done.result().outcome is Outcome.SCORED:
                 is_judge = isinstance(task.function, CustomJudge)
                 what, score = ("wrong: the judge", 0.0) if is_judge else ("the reward", FAILED_ON_ANSWER)
                 detail = f"{what} works on another answer, but on this one it failed: {fault.detail}"
                 verdict.set_result(Verdict(outcome=Outcome.SCORED, score=score, detail=detail))
-            elif probes:
-                self._submit(probes.pop(0), is_probe=True).add_done_callback(follow)
             else:
                 _failed(fault).add_done_callback(lambda last: _resolve(verdict, last))
 
-        follow(None)
+        self._probe(task).add_done_callback(follow)
+        return verdict
+
+    def _probe(self, task: UserTask) -> Future[Verdict]:
+        """Return a future that is PASSED if a user's function works on an answer of ours, else says why not.
+
+        Once our first two answers, a number and a right one, have failed, others are tried for as long as one call may
+        take: a function that waits for something outside fails slowly on each.
+        """
+        verdict: Future[Verdict] = Future()
+        verdict.set_running_or_notify_cancel()
+        probes = probes_of(task)
+        failed: list[Verdict] = []
+        ends_at = math.inf
+
+        def follow(done: Future[Verdict]) -> None:
+            nonlocal ends_at
+            if done.exception() is not None:
+                _resolve(verdict, done)
+                return
+            if done.result().outcome is Outcome.SCORED:
+                verdict.set_result(PASSED)
+                return
+            failed.append(done.result())
+            if len(failed) == _FIRST_PROBES:
+                ends_at = time.monotonic() + longest_s(task.function.timeout_s)
+            is_late = time.monotonic() > ends_at or all(one.outcome is Outcome.TIMED_OUT for one in failed)
+            if probes and (len(failed) < _FIRST_PROBES or not is_late):
+                self._submit(probes.pop(0), is_probe=True).add_done_callback(follow)
+            else:
+                detail = f"{failed[0].detail}; {_NO_PROBE_WORKED.format(len(failed))}"
+                verdict.set_result(dataclasses.replace(failed[0], detail=detail))
+
+        self._submit(probes.pop(0), is_probe=True).add_done_callback(follow)
         return verdict
 
 

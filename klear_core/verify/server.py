@@ -27,7 +27,7 @@ import pebble
 from klear_core.config.verify import UserFunction, VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.errors import SandboxError
-from klear_core.processes import IS_LINUX, die_with_parent
+from klear_core.stopping import IS_LINUX, die_with_parent
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import user_code
 from klear_core.verify.client import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask, code_workers, math_workers

@@ -30,7 +30,7 @@ from typing import Any
 from klear_core.config.rewards import CustomReward
 from klear_core.config.verify import CustomJudge, UserFunction, module_file, source_digest
 from klear_core.errors import ConfigError
-from klear_core.processes import IS_LINUX
+from klear_core.stopping import IS_LINUX
 from klear_core.types import AnswerToJudge, JudgedAnswer, Outcome, Verdict
 from klear_core.verify.client import Fault, UserTask
 

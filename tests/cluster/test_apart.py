@@ -15,7 +15,7 @@ from object_server import object_server
 from ray_builders import PROBLEMS, config
 from rl_builders import Recorder, low_byte_judge, same_weights, tiny_base
 from test_engine_pool import answers
-from toy_curves import toy_curve
+from toy_inline_evals import toy_inline_eval
 from verify_builders import fenced, problem, stdin_reference
 
 from klear_core.artifacts.manifest import ArtifactRef
@@ -143,7 +143,7 @@ def test_programs_are_judged_by_the_tests_of_an_artifact(apart: Apart) -> None:
 def test_a_model_of_the_curve_is_scored_on_another_disk_as_in_this_process(apart: Apart, tmp_path: Path) -> None:
     base = apart.store().find("base", "f1") or make(apart.store(), "base", tiny_base)
     engine = TorchEngineConfig(runtime=TorchEngineRuntime(device="cpu"))
-    job = toy_curve(tmp_path, scorer=ScorerConfig(engine=engine, num_threads=1))
+    job = toy_inline_eval(tmp_path, scorer=ScorerConfig(engine=engine, num_threads=1))
     with apart.store().create("sft", "curve") as slot:
         points = ExportedCheckpoints(slot.workdir)
         points.add(20, lambda folder: shutil.copytree(model_folder(base.path), folder))

@@ -25,9 +25,9 @@ pytestmark = pytest.mark.slow
 NEEDS = Needs(num_cpus=1, object_store_bytes=80 << 20)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Three nodes with a GPU each; torch finds none."""
+    """Three nodes with a GPU each; torch finds none. The second test takes one of them, and the last one all but the head."""
     with two_nodes(gpus_each=1) as found:
         found.add_node(num_cpus=2, num_gpus=1, object_store_memory=80 << 20)
         found.wait_for_nodes()
@@ -67,6 +67,18 @@ def kill_node(cluster: Cluster, node_id: str) -> None:
     cluster.remove_node(node)
 
 
+def test_an_engine_with_a_gpu_of_its_own_keeps_its_place(cluster: Cluster) -> None:
+    async def body() -> None:
+        held = Reservation(plan_on_two(shares=False), width=1, threads_per_rank=1)
+        await held.hold()
+        strategy = (await held.engine_options(0))["scheduling_strategy"]
+        assert isinstance(strategy, NodeAffinitySchedulingStrategy)
+        assert strategy.node_id == held.placement.engines[0].node.node_id
+        held.release()
+
+    asyncio.run(body())
+
+
 def test_an_engine_that_shares_a_gpu_follows_its_rank_to_another_node(cluster: Cluster) -> None:
     async def body() -> None:
         held = Reservation(plan_on_two(shares=True), width=1, threads_per_rank=1)
@@ -95,17 +107,5 @@ def test_an_engine_that_shares_a_gpu_fails_with_the_reason_if_the_ranks_have_no_
             await asyncio.to_thread(cluster.remove_node, node)
         with pytest.raises(ResourceError, match=r"^one node is too few$"):
             await held.engine_options(1)
-
-    asyncio.run(body())
-
-
-def test_an_engine_with_a_gpu_of_its_own_keeps_its_place(cluster: Cluster) -> None:
-    async def body() -> None:
-        held = Reservation(plan_on_two(shares=False), width=1, threads_per_rank=1)
-        await held.hold()
-        strategy = (await held.engine_options(0))["scheduling_strategy"]
-        assert isinstance(strategy, NodeAffinitySchedulingStrategy)
-        assert strategy.node_id == held.placement.engines[0].node.node_id
-        held.release()
 
     asyncio.run(body())

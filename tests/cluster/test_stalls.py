@@ -18,13 +18,13 @@ from typing import Any, cast
 
 import pytest
 from distill_fakes import FakeJudge, FakeTeacher, make_problem
+from fake_engine import FakeAnswer, FakeEngine
 from rl_builders import problem, rl_config, tiny_base
 from test_gang_stall import FakeRank, gang_of, stops
 
 from klear_core.artifacts.bucket import Bucket
 from klear_core.config.distill import DistillConfig
 from klear_core.distill.collect import collect_traces
-from klear_core.generate.engine import FakeAnswer, FakeEngine
 from klear_core.generate.pool import EnginePool
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import load_tokenizer

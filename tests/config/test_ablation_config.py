@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.ablation import load_ablation
+from klear_core.config.grids import load_ablation
 from klear_core.errors import ConfigError
 
 GRID = """

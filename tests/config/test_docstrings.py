@@ -2,7 +2,7 @@ from typing import get_args
 
 import pytest
 
-from klear_core.config.ablation import AblationConfig
+from klear_core.config.grids import AblationConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings
 

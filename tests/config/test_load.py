@@ -6,11 +6,14 @@ import pytest
 from pydantic import BaseModel
 
 from klear_core.config.data import FileSource
+from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.config.load import apply_override, as_option, load_profile, profiles_in, validate
 from klear_core.config.losses import ClipConfig, GppoConfig
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig
 from klear_core.config.settings import config_digest
 from klear_core.errors import ConfigError
+from klear_core.products import instructions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -279,3 +282,11 @@ def test_naming_a_preset_forgets_the_betas_of_the_file(profile):
 def test_every_preset_can_be_set_on_every_profile(preset):
     for name in ("laptop", "klear_8b"):
         assert load_profile(CONFIGS / name, [f"rl.loss.preset={preset}"]).rl.loss == GppoConfig(preset=preset)
+
+
+def test_auto_is_the_data_type_that_this_processor_multiplies_fast():
+    found = "bfloat16" if instructions() else "float32"
+    engine = TorchEngineConfig.model_validate({"dtype": "auto"})
+    assert (RlConfig.model_validate({"dtype": "auto"}).dtype, engine.dtype) == (found, found)
+    # Two processors compute with different numbers, so that the stages' hashes differ too.
+    assert config_digest(engine) == config_digest(TorchEngineConfig(dtype=found))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from completions_endpoint import MODEL, serve
 from decoder_folder import build_model, write_folder
+from fake_engine import FakeAnswer, FakeEngine
 from vllm_marks import VLLM_MARKS
 
 from klear_core.config.evaluate import (
@@ -21,7 +22,7 @@ from klear_core.config.evaluate import (
     VllmRuntime,
 )
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import FakeAnswer, FakeEngine, InferenceEngine, SamplingParams, TrainableEngine, score
+from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine, score
 from klear_core.generate.factory import EndpointMember, EngineSpec, LocalMember, build_engine, build_trainable_engine
 from klear_core.generate.pool import EnginePool, PooledEngine, RestartLimit
 from klear_core.seeding import seed_for

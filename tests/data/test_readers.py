@@ -87,6 +87,14 @@ def test_columns_without_names_of_their_own_are_a_data_error(tmp_path, head):
         list(read_rows(tmp_path / "a.csv"))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_a_table_in_utf_16_is_told_so(tmp_path, encoding):
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    (tmp_path / "a.csv").write_bytes(f"{mark}problem,answer\n1+1?,2\n".encode(encoding))
+    with pytest.raises(DataError, match=r"a\.csv: this is UTF-16"):
+        list(read_rows(tmp_path / "a.csv"))
+
+
 def test_a_file_of_cells_without_rows_has_none(tmp_path):
     for body in ("", "q,a\n", "\n"):
         (tmp_path / "a.csv").write_text(body)

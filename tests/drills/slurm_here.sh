@@ -1,30 +1,29 @@
 #!/bin/bash
-# slurm_here.sh FOLDER COMMAND...: run a command beside a Slurm of one node, in namespaces of their own: network, processes, mounts.
-# Ray's launcher ends with `ray stop`, which would end all of Ray on this machine. Needs root, slurm-wlm and munge.
-folder=$1; shift
-export folder
+# slurm_here.sh FOLDER NODES COMMAND...: run a command beside a Slurm controller and nodes n1, n2, ..., each in namespaces of its own: network,
+# processes, mounts, host name. Ray's launcher ends with `ray stop`, which would end all of Ray on this machine. Needs root, slurm-wlm and munge.
+folder=$1 nodes=$2; shift 2
+export folder nodes
 exec unshare -n -p -m -f --mount-proc --kill-child bash -c '
 set -e
 mount --make-rprivate /
-mkdir -p "$folder"/{state,spool,ray,run,etc,munge} /tmp/ray /run/munge /etc/munge /etc/slurm
-mount --bind "$folder/ray" /tmp/ray
+mkdir -p "$folder"/{state,run,etc,munge,pids} /run/munge /etc/munge /etc/slurm
 mount --bind "$folder/etc" /etc/slurm
 mount --bind "$folder/munge" /run/munge
-ip link set lo up; ip link add eth0 type veth peer name eth1; ip link set eth1 up; ip addr add 10.77.0.1/24 dev eth0; ip link set eth0 up
+ip link set lo up; ip link add br0 type bridge; ip addr add 10.77.0.254/24 dev br0; ip link set br0 up
 host=$(hostname)
 cat >/etc/slurm/slurm.conf <<END
 ClusterName=klear
-SlurmctldHost=$host(10.77.0.1)
+SlurmctldHost=$host(10.77.0.254)
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket=/run/munge/munge.socket
 CredType=cred/munge
 StateSaveLocation=$folder/state
-SlurmdSpoolDir=$folder/spool
+SlurmdSpoolDir=$folder/spool.%n
 SlurmctldPidFile=$folder/run/slurmctld.pid
-SlurmdPidFile=$folder/run/slurmd.pid
+SlurmdPidFile=$folder/run/slurmd.%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
-SlurmdLogFile=$folder/slurmd.log
+SlurmdLogFile=$folder/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -34,12 +33,29 @@ MpiDefault=none
 KillWait=20
 SchedulerParameters=sched_interval=1
 SlurmdParameters=config_overrides
-NodeName=$host NodeAddr=10.77.0.1 CPUs=4 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+$(for i in $(seq $nodes); do echo "NodeName=n$i NodeAddr=10.77.0.$i CPUs=4 State=UNKNOWN"; done)
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=first Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 END
+echo "127.0.0.1 localhost" >"$folder/hosts"; echo "10.77.0.254 $host" >>"$folder/hosts"
+for i in $(seq $nodes); do echo "10.77.0.$i n$i" >>"$folder/hosts"; done
+mount --bind "$folder/hosts" /etc/hosts
 head -c 1024 /dev/urandom >"$folder/munge.key"; chmod 600 "$folder/munge.key"; chmod 755 "$folder/munge"
 munged --force --key-file="$folder/munge.key" --socket=/run/munge/munge.socket --pid-file="$folder/run/munged.pid" --log-file="$folder/munged.log" --seed-file="$folder/munge.seed"
 slurmctld
-slurmd
+for i in $(seq $nodes); do
+  ip link add v$i type veth peer name w$i; ip link set v$i master br0 up
+  unshare -n -p -m -u -f --mount-proc --kill-child bash -c "
+    hostname n$i; mkdir -p $folder/ray$i /tmp/ray
+    mount --bind $folder/ray$i /tmp/ray; mount -t tmpfs -o size=2g tmpfs /dev/shm
+    until ip link show w$i >/dev/null 2>&1; do sleep 0.1; done
+    ip link set lo up; ip link set w$i name eth0; ip addr add 10.77.0.$i/24 dev eth0; ip link set eth0 up; ip route add default via 10.77.0.254
+    slurmd -N n$i; while sleep 1; do :; done" &   # the first process of a node collects zombies
+  until inside=$(pgrep -P $!); do sleep 0.1; done
+  echo $inside >"$folder/pids/n$i"
+  ip link set w$i netns $inside
+done
 exec "$@"
 ' slurm "$@"

@@ -22,7 +22,7 @@ from small_runs import BEFORE_SFT, GONE_IN_S, Run, begin_with, made, until_it_tr
 from flows.runs import cancel
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.manifest import read_manifest, write_manifest
-from klear_core.artifacts.runs import RunHistory
+from klear_core.artifacts.run_history import RunHistory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # seconds on a quiet machine
 

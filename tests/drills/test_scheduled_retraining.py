@@ -13,14 +13,14 @@ from prefect_server import ROOT, Server, once, server_and_worker
 from small_runs import BEFORE_SFT, SMALL, begin_with
 from webhook import Receiver, receiving
 
-from klear_core.artifacts.runs import RunHistory
+from klear_core.artifacts.run_history import RunHistory
 from klear_core.config.pipeline import WorkspaceConfig
 from tasks.model_registry import open_registry
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2400),
-]  # minutes on a quiet machine: Prefect schedules once a minute
+]  # minutes on a quiet machine
 
 LENIENT = ("promote.first=any", "promote.max_truncated=1", "promote.max_no_answer=1", "promote.margin=100")
 
@@ -34,7 +34,8 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture
 def server(tmp_path: Path, receiver: Receiver, prefect_database: Path) -> Iterator[Server]:
     home = shutil.copytree(prefect_database, tmp_path / "prefect")
-    with server_and_worker(home, settings={"OPS_HOOK": receiver.url}) as running:
+    often = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5"}  # how often runs are planned ahead, in place of 60
+    with server_and_worker(home, settings={"OPS_HOOK": receiver.url, **often}) as running:
         running.prefect("deploy", "--name=retrain", cwd=ROOT)
         yield running
 
@@ -53,7 +54,7 @@ def test_a_schedule_promotes_and_tells_somebody_and_the_next_retraining_finds_no
     notify = 'workspace.notify={webhook_env="OPS_HOOK", events=["promoted", "refused", "failed", "waiting"]}'
     parameters = {"profile": "smoke", "overrides": [*SMALL, *LENIENT, f"workspace.root={fresh}", notify]}
     deployment = server.get("/deployments/name/klear-retrain/retrain")["id"]
-    soon = (datetime.now(UTC) + timedelta(minutes=3)).isoformat()  # Prefect plans ahead, once a minute
+    soon = (datetime.now(UTC) + timedelta(seconds=90)).isoformat()  # later than the server needs to plan it
     schedule = {"interval": 30 * 24 * 3600, "anchor_date": soon}
     server.post(
         f"/deployments/{deployment}/schedules", [{"schedule": schedule, "active": True, "parameters": parameters}]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from evaluate_fakes import FakeEngine, FakeJudge, make_problem, render
-from toy_curves import toy_curve
+from toy_inline_evals import toy_inline_eval
 
 from klear_core.errors import DataError, KlearError, ResourceError
 from klear_core.evaluate.inline_eval import CheckpointInlineEval
@@ -17,7 +17,7 @@ from klear_core.evaluate.inline_eval import CheckpointInlineEval
 def test_the_error_of_an_answer_is_raised_as_it_is(tmp_path: Path, error: KlearError) -> None:
     """In a group of errors its kind, which decides on another attempt, and its message would be hidden."""
     inline_eval = CheckpointInlineEval(
-        job=toy_curve(tmp_path),
+        job=toy_inline_eval(tmp_path),
         problems=[make_problem(i) for i in range(4)],
         render=render,
         judge=FakeJudge().judge_async,

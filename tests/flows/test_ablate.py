@@ -21,8 +21,8 @@ from flows.ablate import (
     require_distinct_runs,
     run_grid,
 )
-from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.config.data import ProceduralSource
+from klear_core.config.grids import AblationConfig, load_ablation
 from klear_core.config.load import load_profile
 from klear_core.errors import ConfigError, KlearError, TrainingError
 from klear_core.evaluate.compare.ablation import TOKEN_SHARES, RunResult

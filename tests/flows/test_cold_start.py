@@ -14,7 +14,7 @@ from klear_command import ROOT
 from manifests import manifest
 
 from flows.ablate import plan_runs
-from klear_core.config.ablation import load_ablation
+from klear_core.config.grids import load_ablation
 from klear_core.config.load import load_profile
 from klear_core.evaluate.compare.ablation import TOKEN_SHARES
 from klear_core.evaluate.compare.published import AblationTable

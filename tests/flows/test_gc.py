@@ -12,7 +12,7 @@ from manifests import manifest
 from opened import Opened
 from test_runs import put, record
 
-from flows.garbage import Rules, collect_garbage, plan_collection
+from flows.disk import Rules, collect_garbage, plan_collection
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.garbage import STAMP, Ages, reached
@@ -20,7 +20,7 @@ from klear_core.artifacts.index import shared_catalog
 from klear_core.artifacts.manifest import InputRecord
 from klear_core.artifacts.object_cache import object_key
 from klear_core.artifacts.object_store import ObjectStore
-from klear_core.artifacts.runs import LOCK, RunHistory, RunStage
+from klear_core.artifacts.run_history import LOCK, RunHistory, RunStage
 from klear_core.artifacts.shared_garbage import collect, unreached_seals, unreferenced_objects
 from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ConfigError
@@ -195,7 +195,7 @@ def test_an_artifact_that_a_process_is_about_to_use_stays(root: Path):
 def test_a_run_that_begins_during_a_collection_waits_and_then_finds_all_that_it_needs(root: Path):
     from threading import Thread
 
-    from klear_core.artifacts.runs import collection_lock
+    from klear_core.artifacts.run_history import collection_lock
 
     began: list[float] = []
     history, late = RunHistory.of(root), record(7, state="running", stages=stages("evaluate/f1"))

@@ -12,7 +12,7 @@ from test_runs import put, record
 
 from flows.retraining import gated, previous_run, summary, turn
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord
-from klear_core.artifacts.runs import RunStage
+from klear_core.artifacts.run_history import RunStage
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig, PromoteConfig, WorkspaceConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -20,13 +21,14 @@ from flows.runs import labels_of, lines_of, list_runs
 from flows.runs_page import answer
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.manifest import ArtifactRef
-from klear_core.artifacts.runs import LOCK, LOG, RunHistory, RunRecord, RunScore, RunStage
+from klear_core.artifacts.run_history import LOCK, LOG, RunHistory, RunRecord, RunScore, RunStage
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.submit import IdleKill
+from klear_core.config.submit import IdleKill, SubmitConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.pipeline.graph import fingerprints_of, stages_of
+from klear_core.stopping import LimitReached
 from tasks.progress import Attempt, console
 from tasks.run_record import RunRecorder, is_idle, new_record, not_defaults
 from tasks.tracking import RunInfo
@@ -212,8 +214,6 @@ def test_the_end_is_written_at_once(recorder: RunRecorder, tmp_path: Path):
 
 
 def test_the_log_has_one_json_object_a_line_with_run_and_stage(recorder: RunRecorder, tmp_path: Path):
-    import logging
-
     console().stage_started("sft", attempt=1)
     logging.getLogger("tasks.stage").warning("two\nlines of %s", "text")
     lines = (RunHistory.of(tmp_path).folder("run") / LOG).read_text().splitlines()
@@ -231,6 +231,26 @@ def test_a_workspace_that_cannot_be_written_ends_no_run(tmp_path: Path):
         own.ended("done")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's file on a disk without room")
+def test_a_log_on_a_full_disk_hides_no_error(tmp_path: Path):
+    made = record(1)
+    folder = RunHistory.of(tmp_path).folder(made.run_id)
+    folder.mkdir(parents=True)
+    (folder / LOG).symlink_to("/dev/full")
+    failure = DataError("row 3: no answer")
+    own = RunRecorder(made, RunHistory.of(tmp_path), ())
+
+    def fail() -> None:
+        with own.recording(PipelineConfig()):
+            logging.getLogger("tasks.stage").warning("the disk is full")
+            raise failure
+
+    with pytest.raises(DataError) as raised:
+        fail()
+    assert raised.value is failure
+    assert raised.value.__context__ is None
+
+
 def test_a_run_is_idle_if_its_gpus_computed_less_than_the_limit_in_the_whole_time():
     limit = IdleKill.model_validate("10%/2m")  # four looks
     assert is_idle([0.9, 0.0, 0.0, 0.1, 0.2], limit)
@@ -238,19 +258,26 @@ def test_a_run_is_idle_if_its_gpus_computed_less_than_the_limit_in_the_whole_tim
     assert not is_idle([0.0, 0.0, 0.0, 0.4], limit)
 
 
-def test_an_idle_run_is_interrupted_and_its_record_says_why(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"idle_kill": "10%/30s"}, "its GPUs computed less than 10% in 30s: idle_kill"),
+        ({"ends_at": "2026-11-28T06:00:00Z"}, "its deadline was 2026-11-28 06:00 UTC; submit it again to go on"),
+    ],
+)
+def test_a_run_that_reaches_a_limit_ends_itself_and_its_record_says_why(tmp_path: Path, monkeypatch, limits, why):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 3\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    own = RunRecorder(record(1), RunHistory.of(tmp_path), (), idle=IdleKill(below=0.1, window="30s"))
+    own = RunRecorder(record(1), RunHistory.of(tmp_path), (), limits=SubmitConfig.model_validate(limits))
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(KeyboardInterrupt), reliable_interrupts(), own.recording(PipelineConfig()):
+        with pytest.raises(LimitReached, match=why), reliable_interrupts(), own.recording(PipelineConfig()):
             time.sleep(600)
     finally:
         signal.signal(signal.SIGTERM, handler)
     own.ended("cancelled")
-    assert own.record.why == "its GPUs computed less than 10% in 30s: idle_kill"
+    assert own.record.why == why
 
 
 # ---- one run ----

@@ -1,6 +1,8 @@
 """`klear submit`: what it prints, what it refuses, and what it hands to a cluster."""
 
+import re
 import stat
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -57,11 +59,16 @@ def test_what_does_not_fit_the_nodes_that_are_asked_for_is_refused(tmp_path):
     ("target", "settings", "refused"),
     [
         ("ray", ["queue=gpu"], "Ray has no queues"),
-        ("ray", ["retry=['error']"], "ray starts a run again after no-capacity only"),
+        ("ray", ["priority=high"], "Ray has no priorities"),
+        ("ray", ["retry=['interruption']"], "ray starts a run again after no-capacity, error only"),
+        ("ray", ["retry_for=6h"], "ray has this limit for retry = no-capacity, error only"),
+        ("kube", ["retry=['error']", "retry_for=6h"], "kube has this limit for retry = no-capacity only"),
+        ("slurm", ["idle_kill=10%/1h"], "workspace.submit.gpus_per_node is 0"),
         ("kube", ["cpus_per_node=8", "memory_gb_per_node=64"], "workspace.submit.image: a pod needs it"),
         ("kube", ["kube.schedule='0 3 * * 1'", "queue=team"], "Kueue misses them"),
-        ("kube", ["idle_kill=10%/1h", "nodes=2"], "which has none with nodes > 1"),
-        ("prefect", ["deadline=1h"], "Prefect's workers end no run by the clock"),
+        ("kube", ["idle_kill=10%/1h", "nodes=2", "gpus_per_node=8"], "which has none with nodes > 1"),
+        ("prefect", ["retry=['error']"], "prefect starts a run again after no-capacity, interruption only"),
+        ("prefect", ["max_retries=2"], "until its third crash in a row"),
         ("prefect", ["nodes=2", "queue=klear"], "a worker starts a run on one machine"),
         ("slurm", ["image=klear"], "Slurm starts no container"),
     ],
@@ -70,6 +77,36 @@ def test_what_a_target_cannot_do_is_refused(tmp_path, target, settings, refused)
     asked = [word for setting in settings for word in ("--set", f"workspace.submit.{setting}")]
     with pytest.raises(ConfigError, match=refused):
         submitted(tmp_path, "smoke", "--to", target, *asked, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--deadline", "tomorrow", "submit.deadline"),
+        ("--for", "6", "submit.retry_for"),
+        ("--retry", "error,always", "no-capacity"),
+        ("--idle-kill", "10/1h", "such as 10%/1h"),
+        ("--idle-kill", "10%/week", "submit.idle_kill.window"),
+    ],
+)
+def test_an_option_that_cannot_be_read_is_refused_with_what_it_may_be(tmp_path, option, value, said):
+    with pytest.raises(ConfigError, match=said):
+        submitted(tmp_path, "smoke", "--to", "slurm", option, value, "--dry-run")
+
+
+@pytest.mark.parametrize("target", ["slurm", "ray", "kube", "prefect"])
+def test_a_deadline_is_a_moment_in_the_profile_of_the_run(tmp_path, target):
+    needs = {"kube": ["image=klear", "cpus_per_node=8", "memory_gb_per_node=64"], "prefect": ["queue=klear"]}
+    asked = [word for setting in needs.get(target, ()) for word in ("--set", f"workspace.submit.{setting}")]
+    before = datetime.now(UTC)
+    shown = submitted(tmp_path, "smoke", "--to", target, "--deadline", "2h", *asked, "--dry-run")
+    [moment] = set(re.findall(r'ends_at = "(.*)"', shown))
+    assert before <= datetime.fromisoformat(moment) - timedelta(hours=2) <= datetime.now(UTC)
+
+
+def test_all_stages_wait_for_missing_nodes_as_long_as_is_asked(tmp_path):
+    shown = submitted(tmp_path, "smoke", "--to", "slurm", "--retry", "no-capacity", "--for", "6h", "--dry-run")
+    assert set(re.findall(r"wait_for_nodes_s = (.*)", shown)) == {"21600.0"}
 
 
 def test_a_ray_job_whose_results_would_end_with_its_folder_is_refused():

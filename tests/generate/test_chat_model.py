@@ -5,13 +5,15 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from fake_engine import FakeAnswer, FakeEngine
 from rich.console import Console
 
 from flows.evaluate_model import _Stream
 from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.config.train import TinyModelConfig
-from klear_core.generate.engine import FakeAnswer, FakeEngine, OnTokens, SamplingParams, StreamingEngine
-from klear_core.generate.factory import ChatModel, ChatParams, build_engine
+from klear_core.generate.chat import ChatModel, ChatParams
+from klear_core.generate.engine import OnTokens, SamplingParams, StreamingEngine
+from klear_core.generate.factory import build_engine
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import build_byte_tokenizer
 from klear_core.train.base_model import prepare_base

@@ -1,9 +1,10 @@
 import asyncio
 
 import pytest
+from fake_engine import END_ID, FakeAnswer, FakeEngine, scripted
 
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import END_ID, FakeAnswer, FakeEngine, SamplingParams, scripted
+from klear_core.generate.engine import SamplingParams
 
 PARAMS = SamplingParams(
     num_samples=2, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=10, seed=3

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 from completions_endpoint import MODEL, serve
+from fake_engine import FakeAnswer, FakeEngine
 
 from klear_core.config.evaluate import HttpEngineConfig
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.engine import FakeAnswer, FakeEngine, InferenceEngine, SamplingParams
+from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.factory import EndpointMember, LocalMember
 from klear_core.generate.pool import EngineLost, EnginePool, RestartLimit
 

@@ -23,6 +23,7 @@ from flows.cli import app
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "infra" / "compose"
+HELM = ROOT / "infra" / "helm"
 UNITS = sorted((ROOT / "infra" / "systemd").glob("*.service"))
 PROGRAMS = Path(sys.prefix) / "bin"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -152,6 +153,42 @@ def test_the_image_copies_what_exists_installs_extras_of_ours_and_does_not_run_a
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["klear"]
     top_level = {path for path in copied if (ROOT / path).is_dir()}
     assert {"flows", "tasks", "klear_core", "configs"} <= top_level
+
+
+def test_the_chart_names_each_chart_that_it_sets_values_of_and_the_versions_of_the_locks():
+    chart = yaml.safe_load((HELM / "Chart.yaml").read_text())
+    values = yaml.safe_load((HELM / "values.yaml").read_text())
+    charts = {each["name"]: each for each in chart["dependencies"]}
+    assert set(values) == {*charts, "image", "pool", "with", "runs"}
+    assert {each["condition"] for each in charts.values() if "condition" in each} == {
+        f"with.{key}" for key in values["with"]
+    }
+    lock = (ROOT / "infra" / "locks" / "cpu.txt").read_text()
+    [prefect] = re.findall(r"^prefect==(.*)$", lock, re.MULTILINE)
+    assert values["prefect-server"]["global"]["prefect"]["image"]["prefectTag"].startswith(f"{prefect}-")
+    assert values["prefect-worker"]["worker"]["image"]["prefectTag"].startswith(f"{prefect}-")
+    assert values["prefect-worker"]["worker"]["config"]["workPool"] == values["pool"]
+    mlflow = values["mlflow"]["image"]
+    assert f"{mlflow['repository']}:{mlflow['tag']}" == values["image"]
+    schema = next((ROOT / "tests" / "files").glob("kuberay_*.json")).stem.removeprefix("kuberay_")
+    assert values["kuberay-operator"]["image"]["tag"] == schema == f"v{charts['kuberay-operator']['version']}"
+
+
+def test_objects_of_the_chart_use_values_and_secrets_that_there_are():
+    template = (HELM / "templates" / "klear.yaml").read_text()
+    values = yaml.safe_load((HELM / "values.yaml").read_text())
+    for path in re.findall(r"\.Values\.([\w.]+)", template):
+        value = values
+        for key in path.split("."):
+            value = value[key]
+    page = (HELM / "README.md").read_text()
+    named = re.findall(
+        r"(?:existing\w*Secret: (?:\{name: )?|secretKeyRef: \{name: )([\w-]+)",
+        f"{template}{(HELM / 'values.yaml').read_text()}",
+    )
+    assert set(named) == set(re.findall(r"secret generic ([\w-]+)", page))
+    [command] = re.findall(r"command: \[klear, (\w+), (--\w+)", template)
+    assert command[1] in {option for each in get_command(app).commands[command[0]].params for option in each.opts}
 
 
 def test_locks_pin_all_that_their_image_installs():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_engine import FakeAnswer, FakeEngine
 from rl_builders import (
     ONE,
     TINY,
@@ -28,11 +29,11 @@ from klear_core.config.opd import OpdRolloutsConfig, OpdTeacherConfig, OpdTeache
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import CheckpointConfig, TrainRuntime
 from klear_core.errors import ConfigError, DataError, ResourceError
-from klear_core.generate.engine import FakeAnswer, FakeEngine, InferenceEngine, SamplingParams
+from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.factory import EngineSpec, Sampler
 from klear_core.metrics import NullTelemetry
 from klear_core.opd.rollouts import sample_rollouts
-from klear_core.opd.scores import score_rollouts, scored_by
+from klear_core.opd.teacher_scores import score_rollouts, scored_by
 from klear_core.rl.learner import Learner
 from klear_core.rl.offline import RowStore, train_offline
 from klear_core.train.base_model import model_folder, prepare_base

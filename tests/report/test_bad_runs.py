@@ -31,6 +31,7 @@ SHARES = {
     "drift": {"answers/other_script_frac": "other letters", "pass/rate": "right"},
     "hole": {"pass/rate": "right, by RL's judge", "eval/avg": "by the benchmark's"},
     "endless": {"response/truncated_frac": "cut off", "pass/rate": "right"},
+    "stale": {"pass/rate": "right", "response/truncated_frac": "cut off"},
 }
 """Runs that are shown by shares of answers: the metrics and their names in the legend."""
 NUMBERS = {

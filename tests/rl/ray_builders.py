@@ -57,15 +57,16 @@ def kill(name: str, count: int) -> None:
 
 
 class Saboteur:
-    """A judge that does something to the actors when it has seen so many answers, and judges on."""
+    """A judge that does something to the actors when it has seen so many answers, and judges on by another."""
 
-    def __init__(self, after: int, do: Callable[[], None]) -> None:
+    def __init__(self, after: int, do: Callable[[], None], judge: Judge = low_byte_judge) -> None:
         self.num_seen = 0
         self.after = after
         self.do = do
+        self.judge = judge
 
     async def __call__(self, asked: Problem, response: str) -> Verdict:
         self.num_seen += 1
         if self.num_seen == self.after:
             self.do()
-        return await low_byte_judge(asked, response)
+        return await self.judge(asked, response)

@@ -155,19 +155,12 @@ def test_a_killed_rollout_actor_is_replaced_and_no_answer_is_lost_or_doubled(
 
 
 @pytest.mark.slow
-def test_all_rollout_actors_may_die_at_once(
+def test_all_rollout_actors_may_die_at_once_and_a_learner_between_its_steps_goes_on_from_its_checkpoint(
     session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
 ) -> None:
-    run(config(), base, tmp_path, Saboteur(after=40, do=partial(kill, "RolloutActor", 2)))
-    assert same_weights(tmp_path, undisturbed[0])
-
-
-@pytest.mark.slow
-def test_a_learner_killed_between_its_steps_goes_on_from_its_checkpoint(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
-) -> None:
-    """Killed while the fourth step is sampled: the third, behind the checkpoint of the second, is done again."""
-    judge = Saboteur(after=3 * 32 + 5, do=partial(kill, "LearnerActor", 1))
+    """The learner while the fourth step is sampled: the third, behind the checkpoint of the second, is done again."""
+    learner = Saboteur(after=3 * 32 + 5, do=partial(kill, "LearnerActor", 1))
+    judge = Saboteur(after=40, do=partial(kill, "RolloutActor", 2), judge=learner)
     progress = run(config(), base, tmp_path, judge)
     assert judge.num_seen > 32 * NUM_STEPS
     assert progress.counters() == undisturbed[1].counters()
@@ -175,25 +168,20 @@ def test_a_learner_killed_between_its_steps_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.slow
-def test_with_direct_weights_learner_and_engines_may_die_together(
+def test_with_direct_weights_an_idle_engine_may_die_and_then_learner_and_engines_together(
     session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
 ) -> None:
-    """The new engines find a learner without its state; what they sample until the loop hears of it counts for nothing."""
+    """The idle one is replaced when there are weights for it. After the others the new engines find a learner without its
+    state; what they sample until the loop hears of it counts for nothing."""
 
     def kill_all() -> None:
         kill("LearnerActor", 1)
         kill("RolloutActor", 2)
 
-    progress = run(config(weight_sync="direct"), base, tmp_path, Saboteur(after=3 * 32 + 5, do=kill_all))
+    together = Saboteur(after=3 * 32 + 5, do=kill_all)
+    judge = Saboteur(after=2 * 32, do=partial(kill, "RolloutActor", 1), judge=together)
+    progress = run(config(weight_sync="direct"), base, tmp_path, judge)
     assert progress.counters() == undisturbed[1].counters()
-    assert same_weights(tmp_path, undisturbed[0])
-
-
-@pytest.mark.slow
-def test_with_direct_weights_an_engine_that_died_idle_is_replaced_when_there_are_weights_for_it(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
-) -> None:
-    run(config(weight_sync="direct"), base, tmp_path, Saboteur(after=2 * 32, do=partial(kill, "RolloutActor", 1)))
     assert same_weights(tmp_path, undisturbed[0])
 
 

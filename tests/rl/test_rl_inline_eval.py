@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rl_builders import Recorder, low_byte_judge, problem, problem_artifact, rl_config, same_weights
-from toy_curves import toy_curve
+from toy_inline_evals import toy_inline_eval
 
 from klear_core.config.evaluate import InlineEvalConfig
 from klear_core.config.load import validate
@@ -155,7 +155,7 @@ def test_a_run_killed_while_its_last_model_is_scored_gets_this_score_when_it_goe
 def test_real_scores_have_intervals_and_leave_the_weights_as_they_are_without(base: Path, tmp_path: Path) -> None:
     problems = problem_artifact(tmp_path / "problems", PROBLEMS)
     group_filter = {"zero_advantage": "off"}  # the real judge finds nothing right in what this model says
-    opened = partial(open_inline_eval, toy_curve(tmp_path), JudgePool, seed=0)
+    opened = partial(open_inline_eval, toy_inline_eval(tmp_path), JudgePool, seed=0)
     telemetry = Points()
     for name, inline_eval in (("with", {"open_inline_eval": opened}), ("without", {})):
         setup = RlSetup(
@@ -172,15 +172,18 @@ def test_real_scores_have_intervals_and_leave_the_weights_as_they_are_without(ba
 
 
 def test_the_fixed_set_is_drawn_by_the_seed_and_a_larger_one_holds_a_smaller(tmp_path: Path) -> None:
-    few, more = fixed_set(toy_curve(tmp_path), seed=0), fixed_set(toy_curve(tmp_path, num_problems=7), seed=0)
-    assert few == fixed_set(toy_curve(tmp_path), seed=0)
+    few, more = (
+        fixed_set(toy_inline_eval(tmp_path), seed=0),
+        fixed_set(toy_inline_eval(tmp_path, num_problems=7), seed=0),
+    )
+    assert few == fixed_set(toy_inline_eval(tmp_path), seed=0)
     assert more[:4] == few
-    assert fixed_set(toy_curve(tmp_path), seed=1) != few
-    assert len(fixed_set(toy_curve(tmp_path, num_problems=99), seed=0)) == 10
+    assert fixed_set(toy_inline_eval(tmp_path), seed=1) != few
+    assert len(fixed_set(toy_inline_eval(tmp_path, num_problems=99), seed=0)) == 10
 
 
 def test_a_curve_is_in_no_fingerprint_and_names_a_benchmark_that_there_is(tmp_path: Path) -> None:
-    job = toy_curve(tmp_path)
+    job = toy_inline_eval(tmp_path)
     plain = PipelineConfig(benchmarks=(job.source,))
     tree = {"benchmarks": [job.source.model_dump(mode="json")], "rl": {"runtime": {"curve": {"benchmark": "toy"}}}}
     drawn = PipelineConfig.model_validate(tree)

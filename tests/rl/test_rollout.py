@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeAnswer, FakeEngine, Script
 from rl_builders import problem, rl_config, tiny_base
 
 from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.rewards import OverlongConfig, RewardConfig
 from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
 from klear_core.errors import TrainingError
-from klear_core.generate.engine import FakeAnswer, FakeEngine, SamplingParams, Script
+from klear_core.generate.engine import SamplingParams
 from klear_core.prompts import build_byte_tokenizer, load_tokenizer
 from klear_core.rl.rollout import Collector, Sampler, StepRollouts
 from klear_core.rl.stream import PromptStream

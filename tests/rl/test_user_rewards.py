@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeAnswer, FakeEngine
 from pydantic import ValidationError
 from rl_builders import problem, rl_config, tiny_base
 
@@ -17,7 +18,6 @@ from klear_core.config.rewards import CustomReward, RewardConfig
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.verify import VerifyConfig, VerifyRuntime
 from klear_core.errors import RewardError
-from klear_core.generate.engine import FakeAnswer, FakeEngine
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.groups import keep_informative, to_samples
 from klear_core.rl.rewards import UserRewards, custom_reward, with_failed_values

@@ -101,21 +101,6 @@ def speak(world: World, telemetry: Telemetry) -> tuple[int, str, list[float]]:
     return world.rank, ray.get_runtime_context().get_node_id(), world.sum(torch.tensor([1.0, 2.0])).tolist()
 
 
-def test_reports_of_ranks_on_two_nodes_come_home(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    heard = Recorder()
-    with caplog.at_level(logging.INFO):
-        rank, node, total = run_on_ray(speak, TWO, heard)
-    assert (rank, total) == (0, [2.0, 4.0])
-    assert node in {n.node_id for n in ray_nodes()}
-    assert heard.heard == [(1, 2, "half"), (7, {"a/b/c": 0.5})]
-    said = [r.getMessage() for r in caplog.records if r.name == "klear_core.somewhere"]
-    assert said.count("all say this") == 1
-    assert [s.partition(": ")[2] for s in said if s.startswith("learner rank 1")] in (
-        ["only I say this"],
-        ["all say this", "only I say this"],  # if rank 1 was heard first
-    )
-
-
 class OddError(Exception):
     """Cannot be copied: its constructor wants more than its message."""
 
@@ -136,12 +121,20 @@ def die_on_rank_one(world: World, telemetry: Telemetry) -> None:
     world.barrier()  # as in training: torch tells rank 0 of the loss
 
 
-def test_an_error_is_raised_as_itself_and_a_dead_rank_is_named(cluster: Cluster) -> None:
-    """Errors first, because all of them can come from the same ranks."""
+def test_reports_come_home_an_error_is_raised_as_itself_and_a_dead_rank_is_named(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In this order, because all but the last can come from the same two ranks, each on a node of its own."""
+    heard = Recorder()
 
     async def drive() -> None:
-        gang = Gang(RankActor, TWO, gpus_per_rank=0, telemetry=NullTelemetry())
+        gang = Gang(RankActor, TWO, gpus_per_rank=0, telemetry=heard)
         await gang.start()
+        with caplog.at_level(logging.INFO):
+            spoken = await gang.wait([r.run.remote(speak) for r in gang.ranks], "speak", stall_timeout_s=60)
+        rank, node, total = spoken[0]
+        assert (rank, total) == (0, [2.0, 4.0])
+        assert node in {n.node_id for n in ray_nodes()}
         for error, kind, message in (
             (DataError("row 3 is bad"), DataError, "row 3 is bad"),
             (RuntimeError("no memory"), RuntimeError, "no memory"),
@@ -158,6 +151,13 @@ def test_an_error_is_raised_as_itself_and_a_dead_rank_is_named(cluster: Cluster)
         gang.close()
 
     asyncio.run(drive())
+    assert heard.heard == [(1, 2, "half"), (7, {"a/b/c": 0.5})]
+    said = [r.getMessage() for r in caplog.records if r.name == "klear_core.somewhere"]
+    assert said.count("all say this") == 1
+    assert [s.partition(": ")[2] for s in said if s.startswith("learner rank 1")] in (
+        ["only I say this"],
+        ["all say this", "only I say this"],  # if rank 1 was heard first
+    )
 
 
 def ask_at_the_start(body: Body[Any], runtime: TrainRuntime, telemetry: Telemetry) -> Any:

@@ -47,24 +47,27 @@ def lines(path: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_process_killed_twice_ends_with_the_same_bits(tmp_path, asynchronous):
+def test_a_process_killed_twice_ends_with_the_same_bits(tmp_path):
+    """The first process waits for its checkpoints, and the second saves them beside its work."""
     model, traces = inputs(tmp_path / "in")
     cfg = config(num_epochs=12, every_steps=4)
-    checkpoint = cfg.runtime.checkpoint.model_copy(update={"asynchronous": asynchronous})
-    cfg = cfg.model_copy(update={"runtime": cfg.runtime.model_copy(update={"checkpoint": checkpoint})})
+    runtime = cfg.runtime
+    waits, beside = (
+        cfg.model_copy(update={"runtime": runtime.model_copy(update={"checkpoint": checkpoint})})
+        for checkpoint in (runtime.checkpoint.model_copy(update={"asynchronous": flag}) for flag in (False, True))
+    )
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     train_sft(cfg, model=model, traces=traces, seed=5, workdir=tmp_path / "whole", telemetry=NullTelemetry())
 
     log = tmp_path / "cut" / "metrics.jsonl"
-    for at_least in (10, 30):  # log lines seen when the kill comes
-        process = start(model, traces, tmp_path / "cut", cfg)
+    for saves, at_least in ((waits, 10), (beside, 30)):  # log lines seen when the kill comes
+        process = start(model, traces, tmp_path / "cut", saves)
         while lines(log) < at_least and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-    assert start(model, traces, tmp_path / "cut", cfg).wait() == 0
+    assert start(model, traces, tmp_path / "cut", waits).wait() == 0
 
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps[-1] == max(steps)

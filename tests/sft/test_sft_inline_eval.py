@@ -14,7 +14,7 @@ from gloo_ranks import run_ranks
 from safetensors.torch import load_file
 from sft_scorers import Scorer, opened, with_curve
 from sft_traces import config, inputs
-from toy_curves import toy_curve
+from toy_inline_evals import toy_inline_eval
 
 from klear_core.cluster.nodes import EnginePlan, plan_scorer
 from klear_core.cluster.placement import Node
@@ -197,7 +197,7 @@ def test_an_error_of_the_training_stops_the_scorer(given: Given, tmp_path: Path)
 def test_a_process_scores_a_model_and_tells_why_it_cannot(given: Given, tmp_path: Path) -> None:
     folder = given[0] / "model"
     scorer_config = ScorerConfig(engine=TorchEngineConfig(runtime=TorchEngineRuntime(device="cpu")), num_threads=1)
-    with process_scorer(toy_curve(tmp_path, scorer=scorer_config), folder, seed=0) as scorer:
+    with process_scorer(toy_inline_eval(tmp_path, scorer=scorer_config), folder, seed=0) as scorer:
         point = scorer.score(folder)
         assert point["avg"] == point["avg_rerun_low"] == 0.0  # it knows nothing yet
         assert 0 < point["avg_rerun_high"] <= point["avg_high"] < 1
@@ -210,7 +210,7 @@ def test_a_process_scores_a_model_and_tells_why_it_cannot(given: Given, tmp_path
 
 
 def test_a_curve_is_in_no_fingerprint_and_names_a_benchmark_that_there_is(tmp_path: Path) -> None:
-    source = toy_curve(tmp_path).source
+    source = toy_inline_eval(tmp_path).source
     plain = PipelineConfig(benchmarks=(source,))
     tree = {"benchmarks": [source.model_dump(mode="json")], "sft": {"runtime": {"curve": {"benchmark": "toy"}}}}
     drawn = PipelineConfig.model_validate(tree)

@@ -14,7 +14,7 @@ from stored_evaluations import RIGHT, WRONG, evaluation, made_model, sample
 from webhook import Receiver, receiving
 
 from klear_core.artifacts.manifest import ArtifactRef
-from klear_core.artifacts.runs import RunRecord, RunStage
+from klear_core.artifacts.run_history import RunRecord, RunStage
 from klear_core.config.pipeline import NotifyConfig, PipelineConfig
 from klear_core.errors import ConfigError, DataError, DiskFullError, ResourceError
 from klear_core.pipeline.graph import stages_of

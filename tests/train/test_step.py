@@ -68,6 +68,16 @@ def test_a_skipped_batch_is_kept_and_one_too_many_stops(tmp_path):
         save_bad_batch(tmp_path / "skipped", rows, step=9, num_skipped=2, max_skipped=1)
 
 
+def test_a_batch_that_cannot_be_kept_hides_no_error(tmp_path, caplog):
+    (tmp_path / "skipped").write_text("a file in the way, as a full disk is")
+    save_bad_batch(tmp_path / "skipped", random_rows([4]), step=7, num_skipped=1, max_skipped=1)
+    assert "these rows are not kept" in caplog.text
+    with pytest.raises(TrainingError, match=r"2 steps .* 1 are allowed"):
+        save_bad_batch(tmp_path / "skipped", random_rows([4]), step=9, num_skipped=2, max_skipped=1)
+    with profiled((0, 9), 3, tmp_path / "skipped", rank=0):
+        torch.ones(4) @ torch.ones(4)
+
+
 @pytest.mark.parametrize(("step", "is_recorded"), [(1, False), (2, True), (3, True), (4, False)])
 def test_steps_within_the_setting_are_recorded(tmp_path: Path, step: int, is_recorded: bool) -> None:
     with profiled((2, 3), step, tmp_path / "profile", rank=1):

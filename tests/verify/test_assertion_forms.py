@@ -122,6 +122,15 @@ FORMS = {
     'a seed': ('import random\nrandom.seed(3)\na=pick([1,2,3,4,5])\nrandom.seed(3)\nassert a==random.choice([1,2,3,4,5])', 'import random\ndef pick(x): return random.choice(x)', 'random.choice(x)', 'x[0]'),
     "enumerations of numbers and texts": ("assert (Perm.R | Perm.W).value == 3 and Perm.R in both() and Perm.W.name == 'W' and Perm.W == 2\nassert Day.MON == 'mon' and Day('mon') is Day.MON and isinstance(Day.MON, Day) and is_monday(Day.MON)", "from enum import Enum, IntFlag\nclass Perm(IntFlag):\n    R = 1\n    W = 2\nclass Day(str, Enum):\n    MON = 'mon'\ndef both(): return Perm.R | Perm.W\ndef is_monday(day): return day is Day.MON", "day is", "day is not"),
     "an import of the program replaced": ("from unittest.mock import patch\nwith patch('solution.random.randint', return_value=3), patch('solution.sleep') as pause:\n    assert roll() == 4\n    pause.assert_called_once_with(9)", "import random\nfrom time import sleep\ndef roll():\n    sleep(9)\n    return random.randint(1, 1) + 1", "+ 1", "+ 2"),
+    "a list of the program's that it changes later": ("b = Box()\nxs = b.items()\nb.add(3)\nassert xs == [3]", "class Box:\n    def __init__(self): self.l = []\n    def items(self): return self.l\n    def add(self, x): self.l.append(x)", "self.l.append(x)", "self.l = [x]"),
+    "a list of the program's that the tests change": ("b = Box()\nb.l.append(4)\nassert b.total() == 4 and b.l is b.l", "class Box:\n    def __init__(self): self.l = []\n    def total(self): return sum(self.l)", "sum(self.l)", "sum(self.l[1:])"),
+    "a list of the tests that the program keeps": ("log = []\nb = Box(log)\nb.add(1)\nlog.append(5)\nassert b.total() == 6 and log == [1, 5]", "class Box:\n    def __init__(self, l): self.l = l\n    def add(self, x): self.l.append(x)\n    def total(self): return sum(self.l)", "self.l = l", "self.l = list(l)"),
+    "a global container of the program's": ("import solution\nCACHE['x'] = [3]\nsolution.CACHE['x'].append(4)\nassert total() == 7\nsolution.CACHE.clear()\nassert total() == 0", "CACHE = {}\ndef total(): return sum(CACHE.get('x', []))", "sum(", "len("),
+    "nested containers": ("g = Graph()\ng.adj.setdefault('a', []).append('b')\ng.next('a').append('c')\nassert g.adj == {'a': ['b', 'c']}", "class Graph:\n    def __init__(self): self.adj = {}\n    def next(self, x): return self.adj[x]", "return self.adj[x]", "return self.adj[x][:]"),
+    "a dict that makes its values": ("t = Tree()\nt['a']['b'] = 1\nassert t == {'a': {'b': 1}} and count()['q'] == 7 and '{x}'.format_map(Safe()) == '<x>'", "from collections import defaultdict\nclass Tree(dict):\n    def __missing__(self, k):\n        self[k] = Tree()\n        return self[k]\nclass Safe(dict):\n    def __missing__(self, k): return '<' + k + '>'\ndef count(): return defaultdict(lambda: 7)", "lambda: 7", "int"),
+    "a container with methods of its own": ("s = Stack([1, 2])\ns.push(3)\nd = CI(A=1)\nassert s == [1, 2, 3] and d['A'] == d['a'] == 1 and 'a' in d and d == {'a': 1}\nassert V(1, 2) + V(3, 4) == (4, 6) and V(3, 4).norm == 5", "from typing import NamedTuple\nclass Stack(list):\n    def push(self, x): self.append(x)\nclass CI(dict):\n    def __init__(self, **k): super().__init__((a.lower(), b) for a, b in k.items())\n    def __getitem__(self, k): return super().__getitem__(k.lower())\nclass V(NamedTuple):\n    x: int\n    y: int\n    def __add__(self, o): return V(self.x + o.x, self.y + o.y)\n    @property\n    def norm(self): return (self.x ** 2 + self.y ** 2) ** 0.5", "k.lower())", "k)"),
+    "signatures and kinds of functions": ("import inspect, asyncio\ns = inspect.signature(f)\nassert list(s.parameters) == ['a', 'b', 'k'] and s.parameters['b'].default == 3 and s.return_annotation is str\nassert s.parameters['k'].kind is inspect.Parameter.KEYWORD_ONLY and str(inspect.signature(P)) == '(x, y=2)'\nassert inspect.isfunction(f) and inspect.isclass(P) and asyncio.iscoroutinefunction(g) and not inspect.iscoroutinefunction(f)", "def f(a: int, b=3, *, k) -> str: return ''\nasync def g(): pass\nclass P:\n    def __init__(self, x, y=2): pass", "*, k", "k=1"),
+    "a thread of the program that calls the tests": ("seen = []\nw = Worker(seen.append)\nfor i in range(5): w.put(i)\nw.stop()\nassert seen == [0, 1, 2, 3, 4]", "import threading, queue\nclass Worker:\n    def __init__(self, cb):\n        self.q, self.cb = queue.Queue(), cb\n        self.t = threading.Thread(target=self.run)\n        self.t.start()\n    def run(self):\n        for x in iter(self.q.get, None): self.cb(x)\n    def put(self, x): self.q.put(x)\n    def stop(self):\n        self.q.put(None)\n        self.t.join()", "self.cb(x)", "self.cb(-x)"),
     "tests that end with sys.exit(0)": ("import sys\nassert add(1, 2) == 3\nsys.exit(0)", "def add(a, b): return a + b", "a + b", "a"),
 }  # fmt: skip
 
@@ -182,10 +191,13 @@ CLAIMS = {
     "near with a class of the program": "assert isinstance(Yes(), Yes)\nassert abs(add(1, 2) - 3) < 1e-6",
     "isinstance of int": "assert isinstance(add(1, 2), int) and add(1, 2) == 3",
     "exit": "assert add(1, 2) == 3",
+    "a list": "assert add(1, 2) == [3]",
+    "a list from the right": "assert [3] == add(1, 2)",
 }
 CHEATS = {
     "object": "def add(a, b): return Yes()",
     "class": "def add(a, b): return Yes",
+    "container": "class L(list):\n    def push(self): pass\n    def copy(self): return [3]\n    def __eq__(self, o): return True\ndef add(a, b): return L()",
     "exit": "import sys\ndef add(a, b): sys.exit(0)",
     "SystemExit": "def add(a, b): raise SystemExit",
     "skip": "def add(a, b):\n    class Skipped(Exception): pass\n    raise Skipped",

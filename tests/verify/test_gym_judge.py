@@ -12,7 +12,7 @@ from klear_core.config.curate import DifficultyConfig
 from klear_core.config.data import REASONING_GYM, GymSource
 from klear_core.config.verify import GYM_JUDGE, VerifyConfig
 from klear_core.data.candidates import problem_from
-from klear_core.data.generated.gym import as_candidates, problems_here
+from klear_core.data.generated.gym_problems import as_candidates, problems_here
 from klear_core.types import AnswerToJudge, CustomReference, Domain, Outcome, Problem
 from klear_core.verify import JudgePool, gym
 

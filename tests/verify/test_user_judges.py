@@ -18,7 +18,7 @@ from klear_core.data.benchmarks import check_references
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.answers.judge_file import BadRow, judge_file
 from klear_core.types import CustomReference, Domain, Outcome, Problem, Verdict
-from klear_core.verify import JudgePool
+from klear_core.verify import JudgePool, faulty_references
 from klear_core.verify.client import Fault, Task
 
 SOURCE = """
@@ -46,16 +46,60 @@ def part(answer):
 
 def shown(answer):
     parts = answer.problem_id, answer.source, answer.question, answer.reference, answer.answer, answer.box
-    assert parts == ("p0", "test", "?", {"a": [1, None, "\u00e9"]}, " so \\\\boxed{ 5 }", " 5 "), parts
-    assert answer.response == "<think>x</think> so \\\\boxed{ 5 }"
-    return True
+    expected = ("p0", "test", "?", {"a": [1, None, "\u00e9"]}, " so \\\\boxed{ 5 }", " 5 ")
+    return parts == expected and answer.response == "<think>x</think> so \\\\boxed{ 5 }"
 """
+# Judges that read answers of one shape, and raise on all others.
+STRICT = """
+import ast, datetime, json, re
+from fractions import Fraction
+
+def table(a): return json.loads(a.box)["moves"] == a.reference["moves"]
+def pair(a):
+    x, y = map(int, a.box.split())
+    return x * y == a.reference["product"]
+def listed(a): return sorted(ast.literal_eval(a.box)) == a.reference
+def grid(a): return all(len(row) == a.reference["width"] for row in json.loads(a.box))
+def letter(a): return {"A": 0, "B": 1, "C": 2}[a.box] == a.reference["index"]
+def word(a): return {"yes": True, "no": False}[a.box.lower()] is a.reference
+def bits(a): return int(a.box, 2) == a.reference["value"]
+def day(a): return datetime.date.fromisoformat(a.box).year == a.reference["year"]
+def clock(a):
+    hours, minutes = a.box.split(":")
+    return int(hours) * 60 + int(minutes) == a.reference
+def equation(a):
+    left, right = a.box.split("=")
+    return right.strip() == a.reference["x"]
+def plain(a): return int(a.answer) == a.reference
+def tagged(a): return re.search(r"<answer>(.*)</answer>", a.answer)[1] == a.reference
+def choice(a): return a.reference.index(a.box) == 0
+def move(a): return re.fullmatch(r"([a-h][1-8])-([a-h][1-8])", a.box)[2] == a.reference["to"]
+def ratio(a): return Fraction(a.box) == Fraction(a.reference["value"])
+"""
+STRICT_CASES = {  # a reference, a right answer, and a reference on which the judge raises whatever the answer
+    "table": ({"moves": [1, 2]}, '\\boxed{{"moves": [1, 2]}}', {"steps": [1, 2]}),
+    "pair": ({"product": 12}, "\\boxed{3 4}", {"sum": 7}),
+    "listed": ([1, 2], "\\boxed{[2, 1]}", None),
+    "grid": ({"width": 2}, "\\boxed{[[1, 0], [0, 1]]}", {"height": 2}),
+    "letter": ({"index": 2}, "\\boxed{C}", {"option": 2}),
+    "word": (True, "\\boxed{Yes}", None),
+    "bits": ({"value": 5}, "\\boxed{101}", {"bits": 5}),
+    "day": ({"year": 1969}, "\\boxed{1969-07-20}", {"month": 7}),
+    "clock": (750, "\\boxed{12:30}", None),
+    "equation": ({"x": "4"}, "\\boxed{x = 4}", {"y": "4"}),
+    "plain": (42, "42", None),
+    "tagged": ("Rome", "<answer>Rome</answer>", None),
+    "choice": (["e4", "d4"], "\\boxed{e4}", 7),
+    "move": ({"to": "e4", "answer": "d2-e4"}, "\\boxed{e2-e4}", {"goal": "e4", "answer": "e2-e4"}),
+    "ratio": ({"value": "1/2"}, "\\boxed{2/4}", {"value": "half"}),
+}
 JUDGES = [
     {"name": "near", "function": "my_judges:near", "timeout_s": 1.0, "memory_mb": 256},
     {"name": "words", "function": "my_judges:words", "memory_mb": 256},
     {"name": "part-of", "function": "my_judges:part", "memory_mb": 256},
     {"name": "shown", "function": "my_judges:shown", "memory_mb": 256},
 ]
+STRICT_JUDGES = [{"name": name, "function": f"strict:{name}", "memory_mb": 256} for name in STRICT_CASES]
 
 
 def settings(*judges: dict[str, object], **more: object) -> VerifyConfig:
@@ -66,6 +110,7 @@ def settings(*judges: dict[str, object], **more: object) -> VerifyConfig:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     made, before = tmp_path_factory.mktemp("user"), Path.cwd()
     (made / "my_judges.py").write_text(SOURCE)
+    (made / "strict.py").write_text(STRICT)
     os.chdir(made)  # judging processes start in the working directory
     yield made
     os.chdir(before)
@@ -74,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[JudgePool]:
     assert folder == Path.cwd()
-    with JudgePool(settings(*JUDGES)) as made:
+    with JudgePool(settings(*JUDGES, *STRICT_JUDGES)) as made:
         yield made
 
 
@@ -142,6 +187,50 @@ def test_a_judge_that_reads_only_answers_like_its_reference_works(pool: JudgePoo
     assert verdict(pool, "no word", "word", judge="words").score == 0.0
     odd = verdict(pool, "7", "word", judge="words")
     assert (odd.outcome, odd.score, "ZeroDivisionError" in odd.detail) == (Outcome.SCORED, 0.0, True), odd
+
+
+ODD_ANSWERS = [
+    "",
+    "?",
+    "x y z",
+    "[",
+    "{}",
+    "1e999",
+    "0/0",
+    "9" * 5000,
+    "A=B=C",
+    "\ud800",
+    "null",
+    "1 1",
+    "[[]]",
+    "e9-e4",
+]
+
+
+@pytest.mark.parametrize("name", STRICT_CASES)
+def test_a_judge_that_raises_on_other_shapes_scores_every_answer(pool: JudgePool, name: str) -> None:
+    value, right, _ = STRICT_CASES[name]
+    asked = to_judge(name, value)
+    assert faulty_references([asked], pool, run_tests=True) == []
+    assert pool.submit(asked, f"</think>{right}").result().is_correct
+    texts = [f"</think>\\boxed{{{odd}}}" for odd in ODD_ANSWERS] + ["</think>I do not know."]
+    found = [pool.submit(asked, text) for text in texts]
+    assert {done.result().outcome for done in found} == {Outcome.SCORED}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, broken) in STRICT_CASES.items() if broken is not None])
+def test_no_answer_is_scored_by_a_reference_on_which_the_judge_always_raises(pool: JudgePool, name: str) -> None:
+    _, right, broken = STRICT_CASES[name]
+    for text in (right, "\\boxed{?}", "I do not know."):
+        assert pool.submit(to_judge(name, broken), f"</think>{text}").result().outcome is Outcome.JUDGE_FAILED
+
+
+def test_a_judge_that_reads_none_of_our_answers_is_told_what_to_do(pool: JudgePool) -> None:
+    unread = to_judge("move", {"to": "e4"})
+    for text in ("\\boxed{e2-e4}", "\\boxed{?}"):  # also an answer that it could read
+        failed = pool.submit(unread, f"</think>{text}").result()
+        assert failed.outcome is Outcome.JUDGE_FAILED
+        assert "needs a right answer under `answer` of its reference's value" in failed.detail
 
 
 def test_a_reference_that_names_no_judge_of_the_settings_is_told_before_anything_is_spent(pool: JudgePool) -> None:

@@ -30,7 +30,7 @@ from klear_core import errors
 from klear_core.config.curate import ExecutorConfig, LocalExecutorConfig, RayExecutorConfig, SlurmExecutorConfig
 from klear_core.data.curation.work_plan import Progress, Tasks
 from klear_core.errors import ConfigError, KlearError, ResourceError
-from klear_core.processes import die_with_parent
+from klear_core.stopping import die_with_parent
 
 log = logging.getLogger(__name__)
 

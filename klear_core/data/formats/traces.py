@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from klear_core.config.data import StoredSource
-from klear_core.data.datafiles import check_files, data_files, origin
+from klear_core.data.datafiles import check_files, data_files, origin, parse_rows, rows_of
 from klear_core.data.formats.code_rows import (
     QuestionTables,
 )
 from klear_core.data.formats.fields import (
-    EMPTY_ROW,
-    READ,
     Fields,
     RowError,
     best_fit,
     contest_id,
     head_of,
-    is_empty_row,
     is_from_user,
     keys,
     message_text,
-    stated_id,
     text_at,
     user_message,
     value_at,
 )
 from klear_core.data.formats.trace_rows import TRACE_SCHEMAS
-from klear_core.data.readers import BrokenRow, FileRow, read_rows
+from klear_core.data.readers import FileRow
 from klear_core.errors import ConfigError
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
 from klear_core.types import Domain, Dropped, TeacherFinish, problem_id_of
@@ -154,22 +149,13 @@ def _without_tags(reasoning: str) -> str:
 def _rows(source: StoredSource, complete: Callable[[Fields], Fields]) -> Iterator[PublishedTrace | Dropped]:
     found: TraceFormat | None = None
     stated = None if source.domain is None else Domain(source.domain)
-    rows = (row for file in data_files(source) for row in read_rows(file.path, label=file.label))
-    for row in islice(rows, source.limit):
-        if isinstance(row, BrokenRow):
-            yield Dropped(problem_id=row.where, step=READ, reason=row.reason, detail=f"{row.where}: {row.detail}")
-            continue
-        if is_empty_row(row.fields):
-            detail = f"{row.where}: no key has a value"
-            yield Dropped(problem_id=row.where, step=READ, reason=EMPTY_ROW, detail=detail)
-            continue
+
+    def parse(row: FileRow) -> PublishedTrace:
+        nonlocal found
         found = found or format_of(row.fields, where=row.where)
-        try:
-            yield _trace(row, complete(row.fields), found, stated)
-        except RowError as e:
-            given = stated_id(row.fields)
-            named = f"{row.where} (id {given})" if given else row.where
-            yield Dropped(problem_id=row.where, step=READ, reason=e.reason, detail=f"{named}: {e}")
+        return _trace(row, complete(row.fields), found, stated)
+
+    return parse_rows(rows_of(data_files(source)), parse, limit=source.limit)
 
 
 def _trace(row: FileRow, fields: Fields, found: TraceFormat, stated: Domain | None) -> PublishedTrace:

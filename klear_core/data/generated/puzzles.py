@@ -21,7 +21,7 @@ from klear_core.data.generated.chains import (
     problems_by_level,
     questions_in_turn,
 )
-from klear_core.data.generated.gym import check_gym, generate_gym
+from klear_core.data.generated.gym_problems import check_gym, generate_gym
 from klear_core.errors import ConfigError, DataError
 from klear_core.seeding import seed_for
 from klear_core.types import CallCase, CallTests, CodeReference, Domain, MathReference, Reference, domain_of

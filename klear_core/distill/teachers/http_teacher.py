@@ -29,7 +29,7 @@ from klear_core.distill.teachers.fleet import (
     cost_of,
     request_headers,
 )
-from klear_core.distill.teachers.stream import BadReplyError, ReplyReader, estimate_tokens
+from klear_core.distill.teachers.reply_stream import BadReplyError, ReplyReader, estimate_tokens
 from klear_core.distill.teachers.teacher import (
     OVER_BUDGET,
     TeacherFailure,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
 from klear_core.errors import KlearError, ResourceError, TeacherError
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.engine import one_sample
-from klear_core.generate.factory import EngineSpec, Sampler
+from klear_core.generate.factory import EngineSpec, Sampler, running
 from klear_core.generate.pool import expect
 from klear_core.prompts import (
     THINK_CLOSE,
@@ -27,7 +27,6 @@ from klear_core.prompts import (
     split_response,
 )
 from klear_core.seeding import seed_for
-from klear_core.train.base_model import model_folder, wanted_window
 from klear_core.types import Completion, Domain, Problem, TeacherReply
 
 if TYPE_CHECKING:
@@ -92,8 +91,28 @@ def prompt_version_of(cfg: HttpTeacherConfig | LocalTeacherConfig) -> str:
     return "chat-" + hashlib.blake2b(instructions, digest_size=4).hexdigest()
 
 
+_ANALYSIS = "<|channel|>analysis<|message|>"
+_OTHER_TAGS = (
+    *((f"<{name}>", f"</{name}>") for name in ("thinking", "thought", "reasoning", "seed:think")),
+    ("◁think▷", "◁/think▷"),
+    ("[THINK]", "[/THINK]"),
+    (_ANALYSIS, "<|channel|>final<|message|>"),
+)
+"""Tags that servers leave around the reasoning of Claude, Gemini, Seed, Kimi, Magistral and gpt-oss."""
+_END_OF_MESSAGE = re.compile(r"<\|(?:end|return)\|>(?:<\|start\|>assistant)?")
+
+
 def split_tags(content: str, reasoning: str = "") -> tuple[str, str]:
-    """Return reasoning and answer of a reply whose text may have think tags; `reasoning` is what came apart from it."""
+    """Return reasoning and answer of a reply whose text may have think tags; `reasoning` is what came apart from it.
+
+    The tags of other models count at the start of the text alone.
+    """
+    for opened, closed in _OTHER_TAGS:
+        if content.lstrip().startswith(opened):
+            thought, close, answer = content.lstrip().removeprefix(opened).partition(closed)
+            if opened == _ANALYSIS:
+                thought, answer = (_END_OF_MESSAGE.sub("", text) for text in (thought, answer))
+            content = THINK_OPEN + thought + (THINK_CLOSE if close else "") + answer
     if THINK_CLOSE in content or (THINK_OPEN in content and not reasoning):
         parts = split_response(content)
         content, thought = parts.answer, parts.reasoning.strip()
@@ -223,20 +242,13 @@ async def open_local_teacher(
     cfg: LocalTeacherConfig, model: Path, *, name: str, seed: int, workdir: Path, compute: EnginesAndJudges
 ) -> AsyncIterator[LocalTeacher]:
     """Start the engines of a teacher with the model of an artifact, and yield it; see `EnginesAndJudges`."""
-    folder = model_folder(model)
-    spec = EngineSpec(
-        cfg=cfg.engine,
-        model_folder=folder,
+    spec = EngineSpec.of_model(
+        cfg.engine,
+        model,
         num_threads=cfg.runtime.num_threads,
         seed=seed_for(seed, "distill/engine"),
-        window=wanted_window(model),
-        artifact=model,
-        remote=remote_paths_of(workdir),
+        workdir=workdir,
         answer_tokens=cfg.sampling.max_new_tokens,
     )
-    tokenizer = load_tokenizer(folder)
-    teacher = LocalTeacher(cfg, await compute.start_sampler(spec), tokenizer, name=name)
-    try:
-        yield teacher
-    finally:
-        await teacher.close()
+    async with running(compute.start_sampler, spec) as sampler:
+        yield LocalTeacher(cfg, sampler, load_tokenizer(spec.model_folder), name=name)

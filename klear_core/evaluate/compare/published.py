@@ -12,8 +12,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from klear_core.config.ablation import PaperRows
 from klear_core.config.evaluate import SamplingConfig
+from klear_core.config.grids import PaperRows
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import explained
 from klear_core.config.settings import Settings

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klear_core.generate.decoder.decode import NativeStep, RowState, draw, penalise, truncate_rows
-from klear_core.generate.decoder.model import Decoder, KvCache, round_up
+from klear_core.generate.decoder.decoder import Decoder, KvCache, round_up
 from klear_core.generate.engine import SamplingParams
 
 MIN_ROWS = 4

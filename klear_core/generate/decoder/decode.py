@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from klear_core.generate.decoder.model import Decoder, KvCache, Places, rope_tables
+from klear_core.generate.decoder.decoder import Decoder, KvCache, Places, rope_tables
 from klear_core.native import COMPILERS, compile_c
 from klear_core.products import PackedWeight, instructions
 

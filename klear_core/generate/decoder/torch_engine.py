@@ -24,7 +24,7 @@ from klear_core.config.evaluate import MAX_BATCH_SIZE, TorchEngineConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
 from klear_core.generate.decoder.decode import NativeStep
-from klear_core.generate.decoder.model import Decoder
+from klear_core.generate.decoder.decoder import Decoder
 from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.engine import OnTokens, SamplingParams, WeightSource, check_room, scored
 from klear_core.hf_config import FolderTokenizer

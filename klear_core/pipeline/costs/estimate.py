@@ -248,29 +248,34 @@ def _sft(stage: Stage, config: PipelineConfig, size: ModelSize | None) -> StageE
     if sft.max_steps:
         rows.append(sft.max_steps * sft.rows_per_step)
     tokens = min(rows) * sft.max_tokens if rows else None
-    peak = None if size is None else learner_peak(size, learner_load(sft))
-    return StageEstimate(
-        stage=stage.name,
-        max_tokens=tokens,
-        memory_gb=None if peak is None else peak.num_bytes / 1e9,
-        peak=peak,
-        gpu_hours=gpu_hours(config, stage, size, max_tokens=tokens),
-        note=f"rows of up to {sft.max_tokens} tokens{_on_host(size, sft)}",
-    )
+    return _training(config, stage, sft, size, tokens=tokens, note=f"rows of up to {sft.max_tokens} tokens")
 
 
 def _rl(config: PipelineConfig, stage: Stage, cfg: RlConfig, size: ModelSize | None) -> StageEstimate:
     prompts_a_round = round(cfg.rollout.groups_per_step * cfg.rollout.oversample)
     rollouts = cfg.num_steps * cfg.rollout.max_rounds * prompts_a_round * cfg.rollout.samples_per_group
     tokens = rollouts * cfg.rollout.sampling.max_new_tokens
-    peak = None if size is None else learner_peak(size, learner_load(cfg))
+    note = f"at most {rollouts} rollouts in {cfg.num_steps} steps"
+    return _training(config, stage, cfg, size, tokens=tokens, note=note)
+
+
+def _training(
+    config: PipelineConfig,
+    stage: Stage,
+    training: SftConfig | RlConfig,
+    size: ModelSize | None,
+    *,
+    tokens: int | None,
+    note: str,
+) -> StageEstimate:
+    peak = None if size is None else learner_peak(size, learner_load(training))
     return StageEstimate(
         stage=stage.name,
         max_tokens=tokens,
         memory_gb=None if peak is None else peak.num_bytes / 1e9,
         peak=peak,
         gpu_hours=gpu_hours(config, stage, size, max_tokens=tokens),
-        note=f"at most {rollouts} rollouts in {cfg.num_steps} steps{_on_host(size, cfg)}",
+        note=note + _on_host(size, training),
     )
 
 

@@ -8,6 +8,7 @@ import yaml
 
 from klear_core.config.submit import in_seconds
 from klear_core.pipeline.submission.request import PROFILE, Prepared, Submission, profile_files
+from klear_core.stopping import LIMIT_STATUS
 
 _FOLDER = "/etc/klear/profile"
 _HEAD_CPUS, _HEAD_GB = 4, 32
@@ -100,8 +101,10 @@ def _cron_job(submission: Submission, ray_version: str) -> Manifest:
 def _job_spec(submission: Submission, ray_version: str) -> Manifest:
     submit = submission.submit
     is_retried = not {"error", "interruption"}.isdisjoint(submit.retry)
+    run = " ".join(["klear", "run", _FOLDER, *submission.options])
     spec: Manifest = {
-        "entrypoint": " ".join(["klear", "run", _FOLDER, *submission.options]),
+        # KubeRay starts again what fails: a run that its deadline or idle_kill has ended counts as done.
+        "entrypoint": f"{run} || [ $? = {LIMIT_STATUS} ]",
         "submissionMode": "HTTPMode",  # the operator submits, with the token: no pod more to let through
         "backoffLimit": submit.max_retries if is_retried else 0,
     }

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import Literal, TypeVar, assert_never
 
 from klear_core.cluster.placement import Node
 from klear_core.config.load import profile_toml
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.settings import Settings
 from klear_core.config.submit import RetryReason, SubmitConfig, in_seconds
 from klear_core.errors import ConfigError
 from klear_core.pipeline.costs.estimate import estimate, gpus_held
 from klear_core.pipeline.graph import stages_of
+
+S = TypeVar("S", bound=Settings)
 
 Target = Literal["slurm", "ray", "kube", "prefect"]
 """Cluster managers that runs are submitted to."""
@@ -33,16 +36,23 @@ _UNUSED: Mapping[Target, Mapping[str, str]] = {
         "priority": "Ray has no priorities",
     },
     "kube": {},
-    "prefect": {"deadline": "Prefect's workers end no run by the clock"},
+    "prefect": {"max_retries": "klear sweep starts a run again until its third crash in a row"},
 }
 """Settings that a target cannot carry out, with the reason."""
 _RETRIED: Mapping[Target, tuple[RetryReason, ...]] = {
     "slurm": ("no-capacity", "error", "interruption"),
-    "ray": ("no-capacity",),
+    "ray": ("no-capacity", "error"),
     "kube": ("no-capacity", "error", "interruption"),
     "prefect": ("no-capacity", "interruption"),
 }
 """Events after which a target starts a run again; with Prefect, `klear sweep` does."""
+_TIMED: Mapping[Target, tuple[RetryReason, ...]] = {
+    "slurm": ("no-capacity", "error", "interruption"),
+    "ray": ("no-capacity", "error"),
+    "kube": ("no-capacity",),
+    "prefect": ("no-capacity",),
+}
+"""Of these, those after which it does so for `retry_for` and no longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,19 +99,33 @@ def nodes_of(submit: SubmitConfig) -> tuple[Node, ...]:
     return tuple(Node(name=f"node {i}", num_cpus=cpus, num_gpus=submit.gpus_per_node) for i in range(submit.nodes))
 
 
-def for_cluster(config: PipelineConfig) -> PipelineConfig:
-    """Return the config with the wait for missing nodes that `retry = ["no-capacity"]` asks for."""
+def for_cluster(config: PipelineConfig, target: Target, at: datetime) -> PipelineConfig:
+    """Return the config of a run that is submitted at this time.
+
+    It has the end that `deadline` asks for, and the wait for missing nodes that `retry = ["no-capacity"]` asks for.
+    """
     submit = config.workspace.submit
+    is_scheduled = target == "kube" and submit.kube.schedule  # its runs start later, each with a deadline of its own
+    if submit.deadline and not is_scheduled:
+        config = ending_at(config, at + timedelta(seconds=in_seconds(submit.deadline)))
     if "no-capacity" not in submit.retry:
         return config
-    wait_s = float(in_seconds(submit.retry_for))
-    changed: dict[str, object] = {}
-    for section in ("sft", "rl", "rl_code"):
-        training = getattr(config, section)
-        if training is not None:
-            runtime = training.runtime.model_copy(update={"wait_for_nodes_s": wait_s})
-            changed[section] = training.model_copy(update={"runtime": runtime})
-    return config.model_copy(update=changed)
+    return _waiting(config, float(in_seconds(submit.retry_for)))
+
+
+def _waiting(settings: S, wait_s: float) -> S:
+    """Return the settings with this wait for missing nodes in all that have one."""
+    inner = {name: value for name, value in settings if isinstance(value, Settings)}
+    changed: dict[str, object] = {name: new for name, old in inner.items() if (new := _waiting(old, wait_s)) is not old}
+    if "wait_for_nodes_s" in type(settings).model_fields:
+        changed["wait_for_nodes_s"] = wait_s
+    return settings.model_copy(update=changed) if changed else settings
+
+
+def ending_at(config: PipelineConfig, moment: datetime | None) -> PipelineConfig:
+    """Return the config of a run that ends itself at this moment; None: that does not."""
+    submit = config.workspace.submit.model_copy(update={"ends_at": moment})
+    return config.model_copy(update={"workspace": config.workspace.model_copy(update={"submit": submit})})
 
 
 def profile_files(submission: Submission) -> dict[str, str]:
@@ -126,6 +150,11 @@ def _impossible(target: Target, config: PipelineConfig) -> Iterator[str]:
         if never:
             can = ", ".join(_RETRIED[target])
             yield f"{key}.retry = {', '.join(never)}: {target} starts a run again after {can} only"
+    if "retry_for" in submit.model_fields_set and set(_TIMED[target]).isdisjoint(submit.retry):
+        timed = ", ".join(_TIMED[target])
+        yield f"{key}.retry_for = {submit.retry_for!r}: {target} has this limit for retry = {timed} only"
+    if submit.idle_kill is not None and not submit.gpus_per_node:
+        yield f"{key}.idle_kill: looks at GPUs, and {key}.gpus_per_node is 0"
     match target:
         case "slurm":
             pass

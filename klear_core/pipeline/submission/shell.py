@@ -8,10 +8,12 @@ from pathlib import Path
 
 from klear_core.config.submit import SubmitConfig, in_seconds
 from klear_core.pipeline.submission.request import PROFILE, Prepared, Submission, profile_files
-from klear_core.stopping import REQUEUE_STATUS
+from klear_core.stopping import LIMIT_STATUS, REQUEUE_STATUS
 
 _WARN_S = 300
 """Seconds before the end of an allocation at which the run is asked to save a checkpoint."""
+_FINAL = f"0 | 2 | {LIMIT_STATUS} | 130 | 143"
+"""Exit statuses after which a run is not started again: done, wrong settings, a limit of its own, cancelled."""
 
 # ---- Slurm ----
 
@@ -44,6 +46,7 @@ def _options(submission: Submission, workdir: Path) -> list[str]:
         "qos": submit.priority,
         "time": submit.slurm.time_limit and _minutes(submit.slurm.time_limit),
         "deadline": submit.deadline and f"now+{in_seconds(submit.deadline)}",
+        "time-min": submit.deadline and _shortest(submit),
         "signal": f"B:USR1@{_WARN_S}",
         "open-mode": "append",
         "chdir": str(workdir),
@@ -52,6 +55,15 @@ def _options(submission: Submission, workdir: Path) -> list[str]:
     }
     flags = ["exclusive", "requeue" if "interruption" in submit.retry else "no-requeue"]
     return [*flags, *(f"{name}={value}" for name, value in options.items() if value)]
+
+
+def _shortest(submit: SubmitConfig) -> str:
+    """Return minutes to which Slurm may shorten an allocation, so that it ends by the deadline.
+
+    Without that, Slurm removes a job whose whole time limit no longer fits.
+    """
+    durations = [duration for duration in (submit.deadline, submit.slurm.time_limit) if duration]
+    return str(min(60, *(max(1, in_seconds(duration) // 120) for duration in durations)))
 
 
 def _minutes(duration: str) -> str:
@@ -88,7 +100,7 @@ while kill -0 $step 2>/dev/null; do wait $step; done   # the trap ends a wait
 status=$(cat "$folder/status" 2>/dev/null || echo lost)
 
 case $status in
-  0 | 2 | 130 | 143) exit "$status" ;;   # done; the settings are wrong; cancelled
+  {_FINAL}) exit "$status" ;;   # done; wrong settings; deadline or idle_kill; cancelled
   {REQUEUE_STATUS} | lost) reason=interruption ;;
   *) reason=error ;;
 esac
@@ -99,11 +111,19 @@ if [ "$status" != {REQUEUE_STATUS} ]; then
 fi
 age=$(($(date +%s) - $(cat "$folder/begun")))
 if [ $age -gt {in_seconds(submit.retry_for)} ]; then echo "retried for $age s, no longer"; exit 1; fi
-echo "ended with $status ($reason): queued again"
+{_unless_over(submit)}echo "ended with $status ($reason): queued again"
 # A controller that does not answer is asked again.
 for _ in {{1..30}}; do scontrol requeue "$SLURM_JOB_ID" && exit 0; sleep 10; done
 exit 1
 """.replace('cd_or_die() { cd "$1" || exit 2; }\n', "")
+
+
+def _unless_over(submit: SubmitConfig) -> str:
+    """Return a line that ends a job with no time left before its deadline."""
+    if submit.ends_at is None:
+        return ""
+    last_start = int(submit.ends_at.timestamp()) - 2 * _WARN_S
+    return f'if [ "$(date +%s)" -gt {last_start} ]; then echo "its deadline is near"; exit {LIMIT_STATUS}; fi\n'
 
 
 def _ray_options(submit: SubmitConfig) -> str:
@@ -139,16 +159,31 @@ def _klear_run(submission: Submission, folder: str) -> str:
 
 
 def ray(submission: Submission) -> Prepared:
-    """Return the command that sends the profile to a Ray cluster and runs it on the head.
+    """Return the command that sends the profile, with a script, to a Ray cluster and runs it on the head.
 
     The cluster is the one at RAY_API_SERVER_ADDRESS (`http://HEAD:8265`), or else at RAY_ADDRESS.
     """
-    deadline = submission.submit.deadline
-    limit = ["timeout", str(in_seconds(deadline))] if deadline else []
     job = ["--submission-id", submission.name, "--working-dir", str(submission.folder), "--no-wait"]
-    run = [*limit, "klear", "run", str(Path(PROFILE).parent), *submission.options]
     return Prepared(
-        files=profile_files(submission),
-        commands=(("ray", "job", "submit", *job, "--", *run),),
+        files={"run.sh": _restarted(submission), **profile_files(submission)},
+        commands=(("ray", "job", "submit", *job, "--", "bash", "run.sh"),),
         watch=(f"ray job logs --follow {submission.name}", f"ray job stop {submission.name}"),
     )
+
+
+def _restarted(submission: Submission) -> str:
+    submit = submission.submit
+    most = submit.max_retries if "error" in submit.retry else 0
+    return f"""#!/bin/bash
+# Runs the profile, and runs it again after an error: it goes on from its last checkpoint.
+begun=$(date +%s) failures=0
+while :; do
+  {_klear_run(submission, ".")}
+  status=$?
+  case $status in {_FINAL}) exit $status ;; esac
+  failures=$((failures + 1)) age=$(($(date +%s) - begun))
+  if [ $failures -gt {most} ] || [ $age -gt {in_seconds(submit.retry_for)} ]; then exit $status; fi
+  echo "ended with $status (error): started again"
+  sleep 10
+done
+"""

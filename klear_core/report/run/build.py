@@ -183,7 +183,7 @@ def _curves(stage: StageFacts | MissingStage) -> StageCurves:
     for spec in _charts_of(stage.stage.job):
         series = [(label, by_name[metric]) for metric, label in spec.metrics if metric in by_name]
         named |= {metric for metric, _ in spec.metrics}
-        note = spec.note + (_RERUN + problems_note(_curve_of(stage)) if spec is SCORE else "")
+        note = spec.note + (_RERUN + problems_note(_inline_eval_of(stage)) if spec is SCORE else "")
         chart = line_chart(spec.title, series, note=note, is_share=spec.is_share)
         if chart is not None:
             drawn.append(chart)
@@ -201,14 +201,14 @@ def _curves(stage: StageFacts | MissingStage) -> StageCurves:
     )
 
 
-def _curve_of(stage: StageFacts | MissingStage) -> InlineEvalJob | None:
+def _inline_eval_of(stage: StageFacts | MissingStage) -> InlineEvalJob | None:
     if isinstance(stage, StageFacts):
         # the artifact's own settings, because it may be older than this run
-        return recorded_curve(stage.manifest)
+        return recorded_inline_eval(stage.manifest)
     return stage.stage.job.runtime.curve if isinstance(stage.stage.job, SftJob | RlJob) else None
 
 
-def recorded_curve(manifest: Manifest) -> InlineEvalJob | None:
+def recorded_inline_eval(manifest: Manifest) -> InlineEvalJob | None:
     """Return the settings of the scores that were taken while a stage trained; None if none were."""
     runtime = manifest.config.get("runtime")
     held = runtime.get("curve") if isinstance(runtime, dict) else None

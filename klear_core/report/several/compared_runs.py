@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.model_files import is_same_model
 from klear_core.artifacts.remote_paths import store_of
-from klear_core.artifacts.runs import RUNS, RunHistory, RunRecord
+from klear_core.artifacts.run_history import RUNS, RunHistory, RunRecord
 from klear_core.config.data_jobs import section_of, sections_used
 from klear_core.config.settings import DifferentSetting, different_settings
 from klear_core.errors import ArtifactError
@@ -22,7 +22,7 @@ from klear_core.evaluate.answers.stored import is_evaluation
 from klear_core.evaluate.counts import CountsBy, count_stored
 from klear_core.metrics import METRICS_FILE
 from klear_core.report.charts import LineChart, Series, line_chart
-from klear_core.report.run.build import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_curve
+from klear_core.report.run.build import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_inline_eval
 from klear_core.report.run.data import read_series
 from klear_core.scores import NONE, EvalReport, duration, points, read_reports
 
@@ -305,7 +305,7 @@ def _series(stage: RunStage) -> dict[str, Series]:
 
 def _score_note(stages: Sequence[tuple[str, RunStage]]) -> str:
     """Say where the problems are from, once if the runs agree, and what the areas are."""
-    notes = dict.fromkeys(problems_note(recorded_curve(stage.manifest)) for _, stage in stages)
+    notes = dict.fromkeys(problems_note(recorded_inline_eval(stage.manifest)) for _, stage in stages)
     return f"{''.join(notes)}; shaded: the interval over other samples of these problems"
 
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from klear_core.artifacts.manifest import FileRecord, InputRecord, Manifest, write_manifest
-from klear_core.artifacts.runs import RunHistory, RunRecord, RunStage
+from klear_core.artifacts.run_history import RunHistory, RunRecord, RunStage
 from klear_core.config.load import load_profile
 from klear_core.config.stage import ReportJob
 from klear_core.pipeline.graph import stages_of

@@ -18,7 +18,7 @@ from klear_core.config.curate import DifficultyConfig
 from klear_core.config.data import REASONING_GYM, GymSource
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.candidates import Candidate, problem_from
-from klear_core.data.generated.gym import BY_TEXT
+from klear_core.data.generated.gym_problems import BY_TEXT
 from klear_core.data.sources import read_source
 from klear_core.errors import ConfigError
 from klear_core.types import CustomReference, MathReference, Problem

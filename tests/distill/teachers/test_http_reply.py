@@ -7,7 +7,7 @@ import json
 import pytest
 from scripted_server import DONE, STREAM, event, usage_event
 
-from klear_core.distill.teachers.stream import BadReplyError, ReplyReader
+from klear_core.distill.teachers.reply_stream import BadReplyError, ReplyReader
 from klear_core.types import TeacherReply
 
 
@@ -51,6 +51,35 @@ def test_thinking_between_tags_is_split_off_also_if_the_template_opened_them(con
     assert read_reply(payload({"content": content})) == TeacherReply(
         reasoning="2+2=4", answer="4", finish_reason="stop", num_tokens=42
     )
+
+
+OTHER_TAGS = [
+    "<thinking>\n2+2=4\n</thinking>\n4",
+    "<thought>2+2=4</thought>4",
+    "<reasoning>2+2=4</reasoning>4",
+    "<seed:think>2+2=4</seed:think>4",
+    "◁think▷2+2=4◁/think▷4",
+    "[THINK]2+2=4[/THINK]4",
+    "<|channel|>analysis<|message|>2+2=4<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+]
+
+
+@pytest.mark.parametrize("content", OTHER_TAGS)
+def test_the_tags_of_other_models_are_split_off_too(content: str) -> None:
+    assert read_reply(payload({"content": content})) == TeacherReply(
+        reasoning="2+2=4", answer="4", finish_reason="stop", num_tokens=42
+    )
+    cut = read_reply(payload({"content": content[: content.index("=4")]}, "length"))
+    assert (cut.reasoning, cut.answer, cut.finish_reason) == ("2+2", "", "length")
+    inside = f"The tag is {content}"
+    assert read_reply(payload({"content": inside})).answer == inside
+
+
+def test_the_end_and_the_reasoning_may_stand_elsewhere_in_the_choice() -> None:
+    for ending in ({"stop_reason": "end_turn"}, {"finish_reason": None, "native_finish_reason": "STOP"}):
+        choice = {"message": {"content": "4"}, "reasoning_content": "2+2=4", **ending}
+        body = json.dumps({"choices": [choice], "usage": {"completion_tokens": 42}}).encode()
+        assert read_reply(body) == TeacherReply(reasoning="2+2=4", answer="4", finish_reason="stop", num_tokens=42)
 
 
 def test_thinking_that_never_ended_has_no_answer() -> None:

@@ -12,6 +12,7 @@ from distill_fakes import make_problem
 
 sys.path.append(str(Path(__file__).parents[2] / "generate"))
 from completions_endpoint import MODEL, serve
+from fake_engine import FakeAnswer, FakeEngine
 
 from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.config.distill import DistillConfig, DistillRuntime, LocalTeacherConfig, SelectConfig
@@ -24,7 +25,7 @@ from klear_core.distill.collect import TeacherAccess, distill
 from klear_core.distill.teachers.teacher import LocalTeacher, TeacherFailure, TeacherResult
 from klear_core.errors import DataError
 from klear_core.evaluate.run import EnginesAndJudges
-from klear_core.generate.engine import FakeAnswer, FakeEngine, SamplingParams
+from klear_core.generate.engine import SamplingParams
 from klear_core.generate.factory import EngineSpec, Sampler, start_with_endpoints
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of

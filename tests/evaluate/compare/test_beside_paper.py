@@ -7,7 +7,7 @@ from evaluations import write_scores
 from manifests import manifest
 
 from klear_core.artifacts.manifest import write_manifest
-from klear_core.config.ablation import PaperRows
+from klear_core.config.grids import PaperRows
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.compare.ablation import RunResult, read_sft_run, rows_of
 from klear_core.evaluate.compare.published import AblationTable, as_markdown, beside_paper

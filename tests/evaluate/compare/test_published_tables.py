@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.ablate import plan_runs
-from klear_core.config.ablation import AblationConfig, load_ablation
+from klear_core.config.grids import AblationConfig, load_ablation
 from klear_core.evaluate.compare.published import as_markdown, read_cells, table_of
 from klear_core.evaluate.stats.intervals import seed_spread
 

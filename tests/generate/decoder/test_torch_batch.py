@@ -8,7 +8,7 @@ from decoder_folder import build_model, write_folder
 
 from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
 from klear_core.generate.decoder.decode import NativeStep
-from klear_core.generate.decoder.model import Decoder
+from klear_core.generate.decoder.decoder import Decoder
 from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.engine import SamplingParams
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
 from klear_core.generate.decoder.decode import Decoding, NativeStep, RowState, draw, penalise
-from klear_core.generate.decoder.model import Decoder
+from klear_core.generate.decoder.decoder import Decoder
 from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.engine import SamplingParams
 from klear_core.products import instructions

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -125,6 +125,14 @@ def test_the_options_of_sbatch_are_those_of_the_settings():
     assert asked >= {"account=us", "ntasks-per-node=1", "exclusive", "requeue", "signal=B:USR1@300"}
 
 
+@pytest.mark.parametrize(
+    ("deadline", "time_limit", "minutes"), [("5d", "24h", 60), ("5d", "30m", 15), ("7m", None, 3), ("1d", "3d", 60)]
+)
+def test_slurm_may_shorten_an_allocation_to_end_by_the_deadline(deadline, time_limit, minutes):
+    """Else it removes a job whose whole time limit does not fit, at once or when the job is queued again."""
+    assert f"time-min={minutes}" in options_of(deadline=deadline, slurm={"time_limit": time_limit})
+
+
 def test_a_run_that_is_not_retried_after_interruptions_is_not_requeued_by_slurm():
     assert "no-requeue" in options_of(retry=["error"])
 
@@ -136,9 +144,36 @@ def test_the_profile_of_a_submission_is_the_run(tmp_path):
     assert load_profile(tmp_path) == config
 
 
-def test_a_deadline_of_a_ray_job_is_a_time_limit_of_its_command():
-    prepared = ray(submission(Path("/x"), deadline="1h"))
-    assert prepared.commands[0][-5:] == ("timeout", "3600", "klear", "run", "profile")
+def test_a_job_is_not_queued_again_shortly_before_its_deadline(tmp_path):
+    soon = datetime.now(UTC) + timedelta(minutes=9)
+    job = Job(tmp_path, ends_at=soon.isoformat())
+    assert job.start("exit 75").wait(60) == 3
+    assert job.requeued() == 0
+
+
+@pytest.mark.parametrize(
+    ("submit", "ends", "status", "num_runs"),
+    [
+        ({"retry": ["error"]}, ["exit 1", "kill -KILL $$", "exit 0"], 0, 3),
+        ({"retry": ["error"], "max_retries": 1}, ["exit 1", "exit 1", "exit 0"], 1, 2),
+        ({"retry": []}, ["exit 1", "exit 0"], 1, 1),
+        ({"retry": ["error"]}, ["exit 2", "exit 0"], 2, 1),  # the settings are wrong
+        ({"retry": ["error"]}, ["exit 3", "exit 0"], 3, 1),  # its deadline
+    ],
+)
+def test_a_ray_job_runs_its_profile_again_after_errors(tmp_path, submit, ends, status, num_runs):
+    prepared = ray(submission(tmp_path, **submit))
+    assert prepared.commands[0][-3:] == ("--", "bash", "run.sh")
+    (tmp_path / "run.sh").write_text(prepared.files["run.sh"])
+    runs = "\n".join(f"[ $n = {i} ] && {end}" for i, end in enumerate(ends, 1))
+    stand_ins = {"klear": f'echo "klear $*" >>calls; n=$(wc -l <calls)\n{runs}', "sleep": ":"}
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    ended = subprocess.run(["bash", "run.sh"], cwd=tmp_path, env=env, capture_output=True, check=False)
+    assert ended.returncode == status
+    assert (tmp_path / "calls").read_text() == "klear run ./profile\n" * num_runs
 
 
 def test_a_name_is_a_label_of_dns_that_fits_a_raycronjob():

@@ -29,7 +29,7 @@ from klear_core.report.run.scores_view import benchmark_views, published_rows
 from klear_core.report.run.sections import changed_settings, stage_ledgers
 from klear_core.report.run.shown_answers import pick_examples, product_maps
 from klear_core.report.run.warnings import notices
-from klear_core.train.inline_eval import POINT
+from klear_core.train.inline_eval import SCORES
 from klear_core.types import Outcome, Verdict
 
 
@@ -93,7 +93,7 @@ def test_what_the_charts_name_is_what_the_stages_log() -> None:
     core = Path(build.__file__).parents[2]
     for stage, specs in (("sft", SFT_CHARTS), ("rl", RL_CHARTS)):
         source = "".join(path.read_text() for path in sorted((core / stage).glob("*.py")))
-        points = {f"eval/{name}" for name in POINT}
+        points = {f"eval/{name}" for name in SCORES}
         charted = {m for spec in specs for m, _ in spec.metrics}
         assert [m for m in charted - points if f'"{stage}/{m}"' not in source] == []
         assert "eval/avg" in charted & points

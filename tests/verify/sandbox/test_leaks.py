@@ -158,7 +158,7 @@ def watched_jails() -> Iterator[set[str]]:
 
 @pytest.mark.slow
 def test_hundreds_of_hostile_programs_leave_nothing(sandbox_name: str) -> None:
-    check_leaks(300)
+    check_leaks(200)  # and a batch before: every program, some many times
 
 
 @pytest.mark.bench

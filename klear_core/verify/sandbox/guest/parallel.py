@@ -15,6 +15,7 @@ import time
 from klear_kernel import LIBC
 
 _NON_BLOCKING, _SEMAPHORE = 0o4000, 1  # flags of eventfd(2)
+_TOLD = 128  # added to the number of a signal, in the exit status of a child that was told to end by it
 _MAX_CPUS = 4  # more workers would meet the limits on processes and open files
 _ONE = (1).to_bytes(8, sys.byteorder)
 
@@ -123,14 +124,24 @@ def provide_parallel():
         self.sentinel = parent_reader
         self._klear_orders = parent_writer
 
-    def send_signal(self, _number):
+    def send_signal(self, number):
         if self.returncode is None:
             with contextlib.suppress(BrokenPipeError):  # it has ended, and nobody has waited for it yet
-                os.write(self._klear_orders, b"x")
+                os.write(self._klear_orders, bytes([number]))
+                self._klear_status = _TOLD + number
+
+    own_poll = multiprocessing.popen_fork.Popen.poll
+
+    def poll(self, flag=os.WNOHANG):
+        status = own_poll(self, flag)
+        if status is not None and status == getattr(self, "_klear_status", None):
+            self.returncode = _TOLD - status  # as of a process that a signal has ended
+        return self.returncode
 
     _multiprocessing.SemLock = EventSemaphore
     multiprocessing.popen_fork.Popen._launch = launch
     multiprocessing.popen_fork.Popen._send_signal = send_signal
+    multiprocessing.popen_fork.Popen.poll = poll
     multiprocessing.heap.Arena.__init__ = _make_arena
     multiprocessing.set_start_method("fork", force=True)
     num_cpus = min(os.cpu_count() or 1, _MAX_CPUS)
@@ -145,5 +156,6 @@ def _make_arena(self, size, fd=-1):
 
 
 def _exit_when_told(fd):
-    if os.read(fd, 1):
-        os._exit(143)
+    number = os.read(fd, 1)
+    if number:
+        os._exit(_TOLD + number[0])

@@ -8,7 +8,7 @@ import threading
 import types
 import warnings
 
-from klear_values import CannotSendError, ListNode, Message, TreeNode, Wire, receive, send
+from klear_values import CannotSendError, ListNode, TreeNode, Wire, receive, send
 
 _OPERATORS = "getitem setitem delitem contains eq ne lt le gt ge add sub mul truediv floordiv mod pow neg index".split()
 REMOTE_METHODS = {"__%s__" % f.__name__: f for f in (iter, next, len, bool, hash, str, repr, abs, int, float)}
@@ -23,7 +23,8 @@ class Tester:
     """Runs the tests; every use of the program's names goes to the other jail and back."""
 
     def __init__(self):
-        self.wire = Wire(self)
+        self.wire = Wire(self, 0)
+        self.depth = 0
         self.proxies = {}
         self.lock = threading.RLock()
         self.own_input = builtins.input, sys.stdin
@@ -66,43 +67,54 @@ class Tester:
             return self._apply(do, args, kwargs)
 
     def _apply(self, do, args, kwargs):
-        message = Message()
-        encoded = [self.wire.encode(a, message) for a in args]
-        named = {k: self.wire.encode(v, message) for k, v in kwargs.items()}
-        request = {"do": do, "args": encoded, "kwargs": named}
-        for name, own, now in zip(("input", "stdin"), self.own_input, (builtins.input, sys.stdin)):  # noqa: B905
-            if now is not own:
-                request[name] = self.wire.handle(now)
-        self._tell_of_replaced(request)
-        send(request)
-        reply = receive()
-        while "callback" in reply:
-            send(self._call_back(reply))
+        def content():
+            message = self._replaced()
+            message["args"] = [self.wire.encode(a) for a in args]
+            message["kwargs"] = {k: self.wire.encode(v) for k, v in kwargs.items()}
+            for name, own, now in zip(("input", "stdin"), self.own_input, (builtins.input, sys.stdin)):  # noqa: B905
+                if now is not own:
+                    message[name] = self.wire.handle(now)
+            return message
+
+        first = self.wire.next_number
+        message = self.wire.message(content, do=do)
+        if not self.depth:  # of an outer request the program may still change what it got
+            message["forget"] = self.wire.unused(range(first, self.wire.next_number, 2))
+            self.wire.forget(message["forget"])
+        send(message)
+        self.depth += 1
+        try:
             reply = receive()
+            while "callback" in reply:
+                send(self._call_back(reply))
+                reply = receive()
+        finally:
+            self.depth -= 1
         if reply.get("printed"):
             sys.stdout.write(reply["printed"])
+        self.wire.take_changes(reply)
+        failed = "error" in reply
+        value = self.wire.decode(reply["error" if failed else "value"])
         self._repeat(reply)
-        for number, contents in reply["changes"]:
-            self.wire.fill(message.objects[number], contents, message)
-        if "value" in reply:
-            return self.wire.decode(reply["value"], message)
-        error = self.wire.decode(reply["error"], message)
-        error._klear_is_remote = True
-        raise error
+        if failed:
+            value._klear_is_remote = True
+            raise value
+        return value
 
-    def _tell_of_replaced(self, request):
-        """Add to a request what the tests have replaced, such as `time.time`, so that the program sees it too."""
-        replaced = []
+    def _replaced(self):
+        """Return the part of a request on what the tests have replaced, such as `time.time`, for the program to see."""
+        message, replaced = {}, []
         for (module, name), own in self.watched.items():
             now = getattr(sys.modules[module], name)
             if now is not own:
                 replaced.append([module, name, self.wire.encode(now)])
         if replaced:
-            request["replaced"] = replaced
+            message["replaced"] = replaced
         if self.observe:
-            request["observe"] = self.observe
+            message["observe"] = self.observe
         if self.environ is not None and self.environ != dict(os.environ):
-            request["environ"] = self.environ = dict(os.environ)
+            message["environ"] = self.environ = dict(os.environ)
+        return message
 
     def _repeat(self, reply):
         """Warn and log here as the program did."""
@@ -114,17 +126,21 @@ class Tester:
 
     def _call_back(self, request):
         """Call a function of the tests for the program, to which they passed it."""
-        message = Message()
         try:
+            self.wire.take_changes(request)
             target = self.wire.kept[request["callback"]]
-            args = [self.wire.decode(a, message) for a in request["args"]]
-            kwargs = {k: self.wire.decode(v, message) for k, v in request["kwargs"].items()}
+            args = [self.wire.decode(a) for a in request["args"]]
+            kwargs = {k: self.wire.decode(v) for k, v in request["kwargs"].items()}
             result = self._use(target, request["name"], args, kwargs)
-            return {"result": self.wire.encode(result, message)}
+            return self.wire.message(lambda: {"result": self.wire.encode(result)})
         except CannotSendError:
             raise
         except BaseException as e:
-            return {"raised": self.wire.encode(e)}
+            error = e
+        return self.wire.message(lambda: {"raised": self.wire.encode(error)})
+
+    def dict_of_missing(self):
+        return RemoteDict(self)
 
     def _use(self, target, name, args, kwargs):
         if name == "__call__":
@@ -242,6 +258,17 @@ class RemoteAsyncIterator:
         return self._klear_tester.apply("anext", self)
 
 
+class RemoteDict(dict):
+    """A dict of the program whose class makes values for missing keys."""
+
+    def __init__(self, tester):
+        super().__init__()
+        self._klear_tester = tester
+
+    def __missing__(self, key):
+        return self._klear_tester.apply("getitem", self, key)
+
+
 class Proxy:
     """Stands for an object of the program.
 
@@ -291,6 +318,8 @@ class Proxy:
         return bool(self._klear_tester.apply(do, value, self))
 
     def __eq__(self, other):
+        if isinstance(other, (list, tuple, dict, set, frozenset)):
+            return self._klear_apply("plain") == other  # what it holds, if its class is derived from such a container
         if self is other or type(other) is not Proxy:
             return self is other
         return self._klear_is_known() and other._klear_is_known() and self._klear_apply("eq", other) is True
@@ -336,7 +365,12 @@ class Proxy:
         return self._klear_tester.apply("call", self._klear_apply("getattr", "__aiter__"))
 
 
-_SHOWN_NAMES = frozenset(["__name__", "__len__", "__next__", "__dict__", "__annotations__", "__wrapped__"])
+_SHOWN_NAMES = frozenset(
+    "__%s__" % name
+    for name in (
+        "name qualname len next dict annotations wrapped code defaults kwdefaults mro bases members abstractmethods"
+    ).split()
+)
 Proxy.__doc__ = property(lambda self: self._klear_apply("getattr", "__doc__"))
 
 
@@ -419,9 +453,18 @@ def type_of(value):
     return found
 
 
-def know_dataclasses():
-    """Have the helpers of dataclasses work on instances of the program's."""
-    import dataclasses
+FORWARDED = {
+    "dataclasses": "asdict astuple replace is_dataclass".split(),
+    "inspect": (
+        "isfunction isclass ismethod isabstract iscoroutinefunction isgeneratorfunction isasyncgenfunction isgenerator"
+    ).split(),
+    "asyncio": ["iscoroutinefunction"],
+}
+"""Functions of the standard library that look into an object, and ask the program about one of its own."""
+
+
+def forward_looks(module):
+    """Have these functions of a module work on objects of the program."""
 
     def forwarded(name, own):
         def function(value, *args, **kwargs):
@@ -431,5 +474,23 @@ def know_dataclasses():
 
         return function
 
-    for name in ("asdict", "astuple", "replace"):
-        setattr(dataclasses, name, forwarded(name, getattr(dataclasses, name)))
+    found = __import__(module)
+    for name in FORWARDED[module]:
+        setattr(found, name, forwarded(name, getattr(found, name)))
+
+
+def _signature(self):
+    import inspect
+
+    if self._klear_kind is not None:
+        raise AttributeError("__signature__")  # as an object has, other than functions and classes
+    parameters, returned = self._klear_apply("signature")
+    empty = inspect.Parameter.empty
+    made = [
+        inspect.Parameter(name, kind, default=(*default, empty)[0], annotation=(*annotation, empty)[0])
+        for name, kind, default, annotation in parameters
+    ]
+    return inspect.Signature(made, return_annotation=(*returned, empty)[0])
+
+
+Proxy.__signature__ = property(_signature)

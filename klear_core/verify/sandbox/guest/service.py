@@ -2,7 +2,6 @@
 
 import builtins
 import copy
-import dataclasses
 import io
 import math
 import operator
@@ -10,9 +9,9 @@ import os
 import sys
 import threading
 
-from klear_remote import NAMES_OF_FUNCTIONS, REMOTE_METHODS
+from klear_remote import FORWARDED, NAMES_OF_FUNCTIONS, REMOTE_METHODS
 from klear_tester import serve_tester
-from klear_values import ListNode, Message, TreeNode, Wire, receive, send, text_of
+from klear_values import ListNode, TreeNode, Wire, receive, send, text_of
 
 _MAX_SHOWN_BYTES = 1 << 20  # of what one call prints
 
@@ -124,7 +123,7 @@ class ProgramSide:
     def __init__(self, names, defined, is_plain):
         self.names = names
         self.defined = defined
-        self.wire = Wire(self, is_plain)
+        self.wire = Wire(self, 1, is_plain)
         self.loop = None
         # What the tests may apply to objects of the program.
         self.functions = {name: getattr(operator, name) for name in _OPERATORS}
@@ -136,8 +135,9 @@ class ProgramSide:
         self.functions.update(
             setrecursionlimit=sys.setrecursionlimit, copy=copy.copy, deepcopy=copy.deepcopy, type=type
         )
-        for name in ("asdict", "astuple", "replace"):
-            self.functions[name] = getattr(dataclasses, name)
+        for module, names in FORWARDED.items() if not is_plain else ():
+            self.functions.update((name, getattr(__import__(module), name)) for name in names)
+        self.functions.update(signature=_signature, plain=_plain)
         self.own_input = builtins.input, sys.stdin
         self.replaced = {}  # what the tests have replaced in modules, and its own value
         self.observed = Observed()
@@ -189,46 +189,60 @@ class ProgramSide:
         return self.wait_for(iterator.__anext__())
 
     def ask_tests(self, number, name, args, kwargs):
-        """Call a function of the tests, and answer what they ask meanwhile."""
+        """Call a function of the tests, and answer what they ask meanwhile. Any thread of the program may call it."""
+
+        def content():
+            encoded = [self.wire.encode(a) for a in args]
+            return {"args": encoded, "kwargs": {k: self.wire.encode(v) for k, v in kwargs.items()}}
+
         with self.lock:
-            message = Message()
-            encoded = [self.wire.encode(a, message) for a in args]
-            named = {k: self.wire.encode(v, message) for k, v in kwargs.items()}
-            send({"callback": number, "name": name, "args": encoded, "kwargs": named})
+            send(self.wire.message(content, callback=number, name=name))
             while True:
                 reply = receive()
+                if "do" in reply:
+                    send(self.reply_to(reply))
+                    continue
+                self.wire.take_changes(reply)
                 if "result" in reply:
-                    return self.wire.decode(reply["result"], message)
-                if "raised" in reply:
-                    raise self.wire.decode(reply["raised"], message)
-                send(self.reply_to(reply))
+                    return self.wire.decode(reply["result"])
+                raise self.wire.decode(reply["raised"])
 
     def reply_to(self, request):
-        """Return the result of a request with the arguments that it changed, or the exception that it raised."""
-        message = Message()
-        reply = {}
-        snapshot = []
+        """Return the result of a request with the objects that it changed, or the exception that it raised."""
+        with self.lock:
+            try:
+                self.wire.take_changes(request)
+                self._take_input(request)
+                self._take_replaced(request)
+                args = [self.wire.decode(a) for a in request["args"]]
+                kwargs = {k: self.wire.decode(v) for k, v in request["kwargs"].items()}
+                self.wire.forget(request.get("forget", ()))
+                result = self._without_lock(self._execute, request["do"], args, kwargs)
+                return self.wire.message(lambda: {"value": self.wire.encode(result)})
+            except BaseException as e:  # also SystemExit: a program may call sys.exit
+                return self._error(e)
+
+    def _without_lock(self, function, *args):
+        """Call what runs code of the program, whose threads may then ask the tests."""
+        state = self.lock._release_save()
         try:
-            self._take_input(request)
-            self._take_replaced(request)
-            args = [self.wire.decode(a, message) for a in request["args"]]
-            kwargs = {k: self.wire.decode(v, message) for k, v in request["kwargs"].items()}
-            snapshot = self.wire.snapshot(message)
-            if request["do"] == "look_up":
-                result = self._defined(*args)
-            elif request["do"] == "peek":
-                result = self.names[args[0]]
-            elif request["do"] == "bind":
-                result = self.names.__setitem__(*args)
-            elif request["do"] == "call":
-                result = args[0](*args[1:], **kwargs)
-            else:
-                result = self.functions[request["do"]](*args, **kwargs)
-            changes = self.wire.changes(snapshot, message)
-            reply = {"changes": changes, "value": self.wire.encode(result, message)}
-        except BaseException as e:  # also SystemExit: a program may call sys.exit
-            reply = self._error(e, snapshot, message)
-        return reply
+            return function(*args)
+        finally:
+            self.lock._acquire_restore(state)
+
+    def _execute(self, do, args, kwargs):
+        if do == "look_up":
+            return self._defined(*args)
+        if do == "peek":
+            return self.names[args[0]]
+        if do == "bind":
+            return self.names.__setitem__(*args)
+        if do == "call":
+            return args[0](*args[1:], **kwargs)
+        return self.functions[do](*args, **kwargs)
+
+    def dict_of_missing(self):
+        return {}
 
     def _take_input(self, request):
         """Read from what the tests have put in place of `input` and of the standard input."""
@@ -252,14 +266,11 @@ class ProgramSide:
             os.environ.update(request["environ"])
         self.observed.start(request.get("observe", ()))
 
-    def _error(self, error, snapshot, message):
+    def _error(self, error):
         try:
-            del message.objects[len(snapshot) :]
-            message.numbers = {id(value): i for i, value in enumerate(message.objects)}
-            changes = self.wire.changes(snapshot, message)
-            return {"changes": changes, "error": self.wire.encode(error, message)}
+            return self.wire.message(lambda: {"error": self.wire.encode(error)})
         except BaseException:
-            return {"changes": [], "error": ["e", ["y", "Exception"], ["t", []], ["d", []], text_of(error), None]}
+            return {"changes": [], "error": ["e", ["y", "Exception"], ["t", []], ["t", []], text_of(error), None]}
 
     def plain_reply_to(self, request):
         """Answer a call test, whose arguments and result are plain values."""
@@ -276,6 +287,26 @@ _OPERATORS = (
 ).split()
 
 
+def _signature(function):
+    """Return what makes the signature of a function or class again: its parameters and what it returns."""
+    import inspect
+
+    def stated(value):
+        return [] if value is inspect.Parameter.empty else [value]
+
+    found = inspect.signature(function)
+    parameters = [
+        [p.name, int(p.kind), tuple(stated(p.default)), tuple(stated(p.annotation))] for p in found.parameters.values()
+    ]
+    return parameters, tuple(stated(found.return_annotation))
+
+
+def _plain(value):
+    """Return what a container holds, whatever its class makes of it; None for all other objects."""
+    kind = next((k for k in (list, dict, set, frozenset, tuple) if isinstance(value, k)), None)
+    return None if kind is None else tuple.__getitem__(value, slice(None)) if kind is tuple else kind.copy(value)
+
+
 def serve_program(code, program, new_main):
     request = receive()
     is_plain = request.get("raw", False)
@@ -286,13 +317,14 @@ def serve_program(code, program, new_main):
         sys.stdout = sys.__stdout__ = io.TextIOWrapper(printed, "utf-8", "surrogateescape", write_through=True)
     exec(code, names)
     side = ProgramSide(names, program.defined, is_plain)
-    while True:
-        reply = side.plain_reply_to(request) if is_plain else side.reply_to(request)
-        if not is_plain:
-            reply["printed"] = printed.taken()
-            reply.update(side.observed.taken(side.wire))
-        send(reply)
-        request = receive()
+    with side.lock:  # a thread of the program asks the tests only while a request of theirs is executed
+        while True:
+            reply = side.plain_reply_to(request) if is_plain else side.reply_to(request)
+            if not is_plain:
+                reply["printed"] = printed.taken()
+                reply.update(side.observed.taken(side.wire))
+            send(reply)
+            request = receive()
 
 
 def serve(code, program, new_main, role):

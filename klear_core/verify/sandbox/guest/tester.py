@@ -7,7 +7,7 @@ import sys
 import types
 
 from klear_forms import pytest_module, run_forms
-from klear_remote import Names, ProgramModule, Tester, know_dataclasses, type_of
+from klear_remote import FORWARDED, Names, ProgramModule, Tester, forward_looks, type_of
 from klear_values import CannotSendError, ListNode, TreeNode, receive, send, text_of
 
 _MODULES = [
@@ -99,6 +99,7 @@ class StandIn:
     def __call__(self, *args, **kwargs):
         for value in (*args, *kwargs.values()):
             self._klear_wire.encode(value)
+            self._klear_wire.forget(list(self._klear_wire.shared))  # so that each is looked at again
         return self._any()
 
     def _any(self, *_):
@@ -260,8 +261,9 @@ def _prepared(source, tester, stand_in):
         __import__(kind)
     if "unittest" in source:
         __import__("unittest").main = lambda *_, **__: None  # `run_forms` runs the cases
-    if "dataclasses" in source:
-        know_dataclasses()
+    for module in FORWARDED:
+        if module in source:
+            forward_looks(module)
     provided = {"__name__": "tests", "_klear_type": type_of, **_HELPERS}
     provided.update((name, __import__(name)) for name in _MODULES)
     provided.update((name, getattr(provided["typing"], name)) for name in _TYPING)

@@ -41,6 +41,13 @@ _BUILTIN_TYPES = {n: t for n, t in vars(builtins).items() if isinstance(t, type)
 _BUILTIN_TYPES["NoneType"] = type(None)
 _NODES = {"ListNode": ("val", "next"), "TreeNode": ("val", "left", "right")}
 _SCALARS = frozenset([bool, int, str, type(None)])
+_OF_CONTAINERS = frozenset(
+    "__%s__" % name
+    for name in "getitem setitem delitem contains iter len call enter getattr eq lt add sub mul truediv or and".split()
+)
+"""Special methods that make of a container something else."""
+_MAX_SHARED = 4_000
+"""Items of shared objects that are compared at each message."""
 _DICTS = {
     "Counter": collections.Counter,
     "OrderedDict": collections.OrderedDict,
@@ -144,36 +151,94 @@ def _remote_text(error):
     return getattr(error, "_klear_text", "") or ", ".join(str(a) for a in error.args)
 
 
-class Message:
-    """The lists, dicts, sets and nodes of one message, numbered in the order in which they are met on both sides."""
-
-    def __init__(self, objects=()):
-        self.objects = list(objects)
-        self.numbers = {id(value): i for i, value in enumerate(self.objects)}
-
-    def add(self, value):
-        self.numbers[id(value)] = len(self.objects)
-        self.objects.append(value)
-
-
 class Wire:
     """Encodes and decodes values; objects it cannot write become handles of this side.
 
     A value is a JSON scalar or a list that begins with a tag. l: list, t: tuple, s: set, f: frozenset, d: dict, i: an
     iterable as a list, b: bytes, B: bytearray, c: complex, x: a float without a JSON form, y: a builtin type, o: an
     object of the standard library, q: deque, m: namedtuple, n: a node of a linked list or tree, r: an object that the
-    message holds already, h: a handle of an object that stays here, g: one of an iterator, G: one of an asynchronous
+    sides share already, h: a handle of an object that stays here, g: one of an iterator, G: one of an asynchronous
     iterator, a: one of a coroutine, E: one of a member of an enumeration of numbers or texts, k: one of an exception
     class, e: an exception, p: an object of the other side.
+
+    Lists, dicts, sets and nodes that are sent have a number on both sides (+); each message first says which of them
+    have changed since. The tests' side forgets those to which nothing else refers any more.
     """
 
-    def __init__(self, side, is_plain=False):
+    def __init__(self, side, number, is_plain=False):
         self.side = side
         self.is_plain = is_plain  # of a call test: values only, as trees
         self.kept = []
         self.numbers = {}
         self.named_tuples = {}
         self.classes = {}
+        self.shared = {}
+        self.shared_numbers = {}
+        self.held = {}  # what each shared object held when both sides last agreed on it
+        self.next_number = number  # of the next shared object; one side has even and the other odd numbers
+
+    def forget(self, numbers):
+        for number in numbers:
+            self.shared_numbers.pop(id(self.shared.pop(number, None)), None)
+            self.held.pop(number, None)
+
+    def unused(self, new):
+        """Return the numbers of shared objects, but `new` ones, that only this table knows, or that are too large."""
+        found = [n for n, count in _counts(self.shared).items() if n not in new and count <= _UNUSED]
+        sizes = sorted((len(held), n) for n, held in self.held.items() if n not in new)
+        total = sum(size for size, _ in sizes)
+        while total > _MAX_SHARED:
+            size, number = sizes.pop()
+            total -= size
+            found.append(number)
+        return found
+
+    def message(self, content, **more):
+        """Return a message that says what has changed, and what `content()` gives."""
+        first, held = self.next_number, dict(self.held)
+        try:
+            return dict(more, changes=self.changes(), **content())
+        except BaseException:
+            self.forget(range(first, self.next_number, 2))
+            self.held = held
+            raise
+
+    def changes(self):
+        """Encode the new contents of shared objects that have changed, by number."""
+        found = []
+        for number, value in list(self.shared.items()):
+            now, before = _held(value), self.held.get(number, ())
+            if len(now) != len(before) or any(map(operator.is_not, now, before)):
+                self.held[number] = now
+                found.append([number, self.contents(value)])
+        return found
+
+    def take_changes(self, message):
+        """Give shared objects what the other side says that they hold now."""
+        for number, contents in message["changes"]:
+            self.fill(self.shared[number], contents)
+            self.held[number] = _held(self.shared[number])
+
+    def _share(self, value):
+        """Encode a list, dict, set or node that the other side does not have."""
+        if self.is_plain:
+            return self.contents(value)
+        number = self.next_number
+        self.next_number += 2
+        self.shared[number] = value
+        self.shared_numbers[id(value)] = number
+        contents = self.contents(value)
+        self.held[number] = _held(value)
+        return ["+", number, contents]
+
+    def _shared(self, number, contents):
+        """Return the object that the other side has just shared."""
+        made = self._empty(contents[0], contents[1:])
+        self.shared[number] = made
+        self.shared_numbers[id(made)] = number
+        self.fill(made, contents)
+        self.held[number] = _held(made)
+        return made
 
     def handle(self, value):
         """Keep an object on this side and return its number, the same each time."""
@@ -182,60 +247,62 @@ class Wire:
             self.kept.append(value)
         return self.numbers[id(value)]
 
-    def encode(self, value, message=None):
-        message = message or Message()
+    def encode(self, value):
         kind = type(value)
         if kind in _SCALARS:
             return value
         if kind is float:  # inf and nan, for which x - x is not 0, have no JSON form
             return value if value - value == 0 else ["x", repr(value)]
-        if not self.is_plain and id(value) in message.numbers:
-            return ["r", message.numbers[id(value)]]
+        if not self.is_plain and id(value) in self.shared_numbers:
+            return ["r", self.shared_numbers[id(value)]]
         if isinstance(value, (list, tuple, set, frozenset, dict)) and (self.is_plain or not self.has_methods(kind)):
-            return self._encode_container(value, kind, message)
-        return self._encode_object(value, kind, message)
+            return self._encode_container(value, kind)
+        return self._encode_object(value, kind)
 
     def has_methods(self, kind):
         """Return whether a class derived from a container is more than a container."""
-        return kind.__module__ in ("solution", "tests") and any(
-            callable(v) and not k.startswith("_") for k, v in vars(kind).items()
-        )
+        for base in kind.__mro__:
+            for name, value in vars(base).items() if base.__module__ in ("solution", "tests") else ():
+                is_method = callable(value) or isinstance(value, (property, classmethod, staticmethod))
+                is_special = base.__module__ == "solution" and name in _OF_CONTAINERS
+                if is_method and (is_special or not name.startswith("_")):
+                    return True
+        return False
 
-    def _encode_container(self, value, kind, message):
+    def _encode_container(self, value, kind):
         if isinstance(value, (tuple, frozenset)):
             if hasattr(kind, "_fields") and not self.is_plain:
-                return ["m", kind.__name__, list(kind._fields), self.items(value, message)]
-            return ["t" if isinstance(value, tuple) else "f", self.items(value, message)]
-        message.add(value)
-        return self.contents(value, message)
+                return ["m", kind.__name__, list(kind._fields), self.items(value)]
+            return ["t" if isinstance(value, tuple) else "f", self.items(value)]
+        return self._share(value)
 
-    def contents(self, value, message):
+    def contents(self, value):
         """Encode what a list, dict, set or node holds now."""
         if isinstance(value, list):
-            return ["l", self.items(value, message)]
+            return ["l", self.items(value)]
         if isinstance(value, set):
-            return ["s", self.items(value, message)]
+            return ["s", self.items(value)]
         if isinstance(value, dict):
-            pairs = [[self.encode(k, message), self.encode(v, message)] for k, v in value.items()]
+            pairs = [[self.encode(k), self.encode(v)] for k, v in value.items()]
             name = type(value).__name__
             if self.is_plain or _DICTS.get(name) is not type(value):
-                return ["d", pairs]
-            factory = getattr(value, "default_factory", None)
-            return ["d", pairs, name, factory.__name__ if factory in _BUILTIN_TYPES.values() else ""]
+                makes_values = type(value).__module__ == "solution" and hasattr(type(value), "__missing__")
+                return ["d", pairs, "missing", None] if makes_values and not self.is_plain else ["d", pairs]
+            return ["d", pairs, name, self.encode(getattr(value, "default_factory", None))]
         if isinstance(value, bytearray):
             return ["B", base64.b64encode(value).decode()]
         if isinstance(value, collections.deque):
-            return ["q", self.items(value, message), value.maxlen]
+            return ["q", self.items(value), value.maxlen]
         name = type(value).__name__
-        return ["n", name, [self.encode(getattr(value, field), message) for field in _NODES[name]]]
+        return ["n", name, [self.encode(getattr(value, field)) for field in _NODES[name]]]
 
-    def items(self, values, message):
+    def items(self, values):
         values = list(values)
         if all(type(v) in _SCALARS for v in values):
             return values
-        return [self.encode(v, message) for v in values]
+        return [self.encode(v) for v in values]
 
-    def _encode_object(self, value, kind, message):
+    def _encode_object(self, value, kind):
         if kind is bytes or (self.is_plain and isinstance(value, (bytes, bytearray))):
             return ["b", base64.b64encode(value).decode()]
         if kind is complex:
@@ -249,30 +316,28 @@ class Wire:
             is_member = not self.is_plain and base is not float and type(name) in (str, type(None))
             return ["E", self.handle(value), plain, name] if is_member else plain
         if kind.__name__ in _NODES:  # by name, because programs define these classes themselves
-            message.add(value)
-            return self.contents(value, message)
+            return self._share(value)
         # numpy's arrays and numbers
         if hasattr(kind, "__array__") and hasattr(kind, "tolist"):
-            return self.encode(value.tolist(), message)
+            return self.encode(value.tolist())
         is_view = kind.__name__ in ("dict_keys", "dict_values", "dict_items")
         if is_view or (self.is_plain and (kind.__name__ in ("range", "deque") or hasattr(kind, "__next__"))):
-            return ["i", [self.encode(v, message) for v in value]]
+            return ["i", [self.encode(v) for v in value]]
         if not self.is_plain:
-            encoded = self._encode_rich(value, kind, message)
+            encoded = self._encode_rich(value, kind)
             if encoded is not None:
                 return encoded
         self.side.check_handle(value)
         return ["h", self.handle(value), *self.side.describe(value)]
 
-    def _encode_rich(self, value, kind, message):
+    def _encode_rich(self, value, kind):
         if kind is bytearray or kind is collections.deque:
-            message.add(value)
-            return self.contents(value, message)
+            return self._share(value)
         parts = _parts_of(value)
         if parts is not None:
             return ["o", parts[0], [self.encode(part) for part in parts[1]]]
         if isinstance(value, BaseException):
-            return self._encode_exception(value, kind, message)
+            return self._encode_exception(value, kind)
         if isinstance(value, type) and _BUILTIN_TYPES.get(value.__name__) is value:
             return ["y", value.__name__]
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -286,14 +351,14 @@ class Wire:
                 return [tag, self.handle(value)]
         return None
 
-    def _encode_exception(self, value, kind, message):
+    def _encode_exception(self, value, kind):
         attributes = {}
         for name, attribute in getattr(value, "__dict__", {}).items():
             if not name.startswith("_"):
                 attributes[name] = attribute
-        encoded = [self.encode(kind), self.encode(value.args, message), self.encode(attributes, message)]
+        encoded = [self.encode(kind), self.encode(value.args), self.encode(attributes)]
         cause = value.__cause__
-        return ["e", *encoded, text_of(value), None if cause is None else self.encode(cause, message)]
+        return ["e", *encoded, text_of(value), None if cause is None else self.encode(cause)]
 
     def exception_class(self, number, name, bases, module):
         """Return a class of this side for one of the other's, which tests can name in `except`.
@@ -315,9 +380,9 @@ class Wire:
                 self.classes[number] = type(name, (Exception,), members)
         return self.classes[number]
 
-    def exception(self, kind, arguments, attributes, text, cause, message):
+    def exception(self, kind, arguments, attributes, text, cause):
         kind = self.decode(kind)
-        arguments, attributes = self.decode(arguments, message), self.decode(attributes, message)
+        arguments, attributes = self.decode(arguments), self.decode(attributes)
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             kind = Exception
         try:
@@ -333,24 +398,20 @@ class Wire:
         for name, value in attributes.items():
             setattr(made, name, value)
         made._klear_text = text
-        cause = self.decode(cause, message)
+        cause = self.decode(cause)
         made.__cause__ = cause if isinstance(cause, BaseException) else None
         return made
 
-    def decode(self, value, message=None):
+    def decode(self, value):
         if not isinstance(value, list):
             return value
-        message = message or Message()
         tag, *rest = value
-        if tag in ("l", "s", "d", "q", "B", "n"):
-            made = self._empty(tag, rest)
-            message.add(made)
-            self.fill(made, value, message)
-            return made
+        if tag == "+":
+            return self._shared(*rest)
         if tag in ("t", "f", "i"):
-            return {"t": tuple, "f": frozenset, "i": list}[tag](self.decode(v, message) for v in rest[0])
+            return {"t": tuple, "f": frozenset, "i": list}[tag](self.decode(v) for v in rest[0])
         if tag == "r":
-            return message.objects[rest[0]]
+            return self.shared[rest[0]]
         if tag == "b":
             return base64.b64decode(rest[0])
         if tag == "c":
@@ -365,18 +426,18 @@ class Wire:
             key = (rest[0], tuple(rest[1]))
             if key not in self.named_tuples:
                 self.named_tuples[key] = collections.namedtuple(*key)
-            return self.named_tuples[key](*(self.decode(v, message) for v in rest[2]))
+            return self.named_tuples[key](*(self.decode(v) for v in rest[2]))
         if tag == "k":
             return self.exception_class(*rest)
         if tag == "e":
-            return self.exception(*rest, message)
+            return self.exception(*rest)
         return self.side.object_from(tag, rest)
 
     def _empty(self, tag, rest):
         if tag == "d" and len(rest) > 1:
-            made = _DICTS[rest[1]]()
-            if rest[2]:
-                made.default_factory = _BUILTIN_TYPES[rest[2]]
+            made = self.side.dict_of_missing() if rest[1] == "missing" else _DICTS[rest[1]]()
+            if rest[2] is not None:
+                made.default_factory = self.decode(rest[2])
             return made
         if tag == "q":
             return collections.deque(maxlen=rest[1])
@@ -385,13 +446,13 @@ class Wire:
             return kind.__new__(kind)
         return {"l": list, "s": set, "d": dict, "B": bytearray}[tag]()
 
-    def fill(self, target, value, message):
+    def fill(self, target, value):
         """Give an existing list, dict, set or node the contents that were sent."""
         tag, *rest = value
         if tag == "l":
-            target[:] = [self.decode(v, message) for v in rest[0]]
+            target[:] = [self.decode(v) for v in rest[0]]
         elif tag == "d":
-            pairs = [(self.decode(k, message), self.decode(v, message)) for k, v in rest[0]]
+            pairs = [(self.decode(k), self.decode(v)) for k, v in rest[0]]
             target.clear()
             for key, item in pairs:
                 target[key] = item
@@ -399,24 +460,18 @@ class Wire:
             target[:] = base64.b64decode(rest[0])
         elif tag == "n":
             for field, item in zip(_NODES[rest[0]], rest[1]):  # noqa: B905  Python 3.9
-                setattr(target, field, self.decode(item, message))
+                setattr(target, field, self.decode(item))
         else:
-            items = [self.decode(v, message) for v in rest[0]]
+            items = [self.decode(v) for v in rest[0]]
             target.clear()
             (target.update if tag == "s" else target.extend)(items)
 
-    def snapshot(self, message):
-        """Return the objects of a message with what each holds, to find those that a call changes."""
-        return [(value, _held(value)) for value in message.objects]
 
-    def changes(self, snapshot, message):
-        """Encode the new contents of objects that changed, by number."""
-        found = []
-        for i, (value, before) in enumerate(snapshot):
-            now = _held(value)
-            if len(now) != len(before) or any(map(operator.is_not, now, before)):
-                found.append([i, self.contents(value, message)])
-        return found
+def _counts(table):
+    return {number: sys.getrefcount(value) for number, value in list(table.items())}
+
+
+_UNUSED = _counts({0: []})[0]
 
 
 def _held(value):

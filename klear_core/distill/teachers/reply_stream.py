@@ -44,6 +44,8 @@ _REASONING_FIELDS = (
 )  # fmt: skip
 """Where servers put the reasoning beside the content: DeepSeek and older servers, vLLM, Ollama, OpenRouter, LiteLLM and
 others. Some send several of them with the same text, so the first that has any counts."""
+_END_FIELDS = ("finish_reason", "stop_reason", "native_finish_reason")
+"""Where servers say how a reply ended; the first that is filled counts."""
 _TEXT_KEYS = ("text", "content", "thinking", "reasoning", "summary", "value", "refusal")
 """Where a part of a list has its text, or further parts."""
 _MOST_NESTED = 8
@@ -288,8 +290,10 @@ class ReplyReader:
             self._has_deltas |= self.num_pieces > num_pieces
         # Some servers end a stream with the whole message, whose pieces have come before.
         elif not self._has_deltas:
-            self._read_message(choice.get("message") or choice.get("text"))
-        if reason := choice.get("finish_reason"):
+            message = choice.get("message") or choice.get("text")
+            beside = {name: choice[name] for name in _REASONING_FIELDS if choice.get(name)}
+            self._read_message(beside | message if isinstance(message, dict) else message)
+        if reason := next((choice[name] for name in _END_FIELDS if choice.get(name)), None):
             word = _word_of(reason)
             if word not in _UNSAID:  # some servers send an empty one with every piece
                 self._finish_reason = word

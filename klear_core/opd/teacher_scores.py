@@ -11,16 +11,15 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import Shard, plan_shards, read_shards, work_shards, write_shard
-from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config.opd import OpdTeacherConfig
 from klear_core.errors import DataError
 from klear_core.generate.engine import InferenceEngine, score
-from klear_core.generate.factory import EngineSpec, Sampler, StartSampler, start_here
+from klear_core.generate.factory import EngineSpec, Sampler, StartSampler, running, start_here
 from klear_core.generate.pool import expect
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.opd.rollouts import ROLLOUTS
 from klear_core.prompts import check_same_tokens
-from klear_core.train.base_model import model_folder, wanted_window
+from klear_core.train.base_model import model_folder
 from klear_core.types import TrainSample
 
 SCORED = "scored"
@@ -47,23 +46,18 @@ def score_rollouts(
     check_same_tokens(student=model_folder(student), teacher=folder)
     answers = list(read_shards(rollouts / ROLLOUTS, TrainSample))
     shards = plan_shards(workdir / SCORED, answers, items_per_shard=cfg.runtime.answers_per_shard)
-    spec = EngineSpec(
-        cfg=cfg.engine,
-        model_folder=folder,
+    spec = EngineSpec.of_model(
+        cfg.engine,
+        teacher,
         num_threads=cfg.runtime.num_threads,
         seed=0,  # nothing is drawn
-        window=wanted_window(teacher),
-        artifact=None if folder == teacher else teacher,
-        remote=remote_paths_of(workdir),
+        workdir=workdir,
         answer_tokens=max(answer.num_loss_tokens for answer in answers),
     )
 
     async def run() -> None:
-        sampler = await start_sampler(spec)
-        try:
+        async with running(start_sampler, spec) as sampler:
             await _score_all(cfg, shards, sampler, temperature=temperature, telemetry=telemetry)
-        finally:
-            await sampler.engine.close()
 
     if not all(shard.is_done for shard in shards):
         asyncio.run(run())

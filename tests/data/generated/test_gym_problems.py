@@ -8,7 +8,7 @@ import pytest
 
 from klear_core.config.data import REASONING_GYM, BenchmarkConfig, GymSource
 from klear_core.data.candidates import Candidate
-from klear_core.data.generated.gym import BY_TEXT, as_candidates, content_of, problems_here
+from klear_core.data.generated.gym_problems import BY_TEXT, as_candidates, content_of, problems_here
 from klear_core.data.sources import check_source, read_source
 from klear_core.errors import ConfigError
 from klear_core.types import CustomReference, MathReference

@@ -34,7 +34,7 @@ from klear_core.artifacts.garbage import (
     unreached,
 )
 from klear_core.artifacts.index import Entry, catalog, shared_catalog
-from klear_core.artifacts.runs import RunHistory, collection_lock
+from klear_core.artifacts.run_history import RunHistory, collection_lock
 from klear_core.artifacts.shared_garbage import (
     SharedItem,
     collect,

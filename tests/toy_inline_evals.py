@@ -1,4 +1,4 @@
-"""A curve on ten problems of a file, which a model that knows nothing gets wrong."""
+"""An inline evaluation on ten problems of a file, which a model that knows nothing gets wrong."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from klear_core.config.pipeline import InlineEvalJob, ScorerConfig
 from klear_core.config.verify import VerifyConfig
 
 
-def toy_curve(folder: Path, *, num_problems: int = 4, scorer: ScorerConfig | None = None) -> InlineEvalJob:
-    """A point at each step: two answers of up to six tokens to each problem."""
+def toy_inline_eval(folder: Path, *, num_problems: int = 4, scorer: ScorerConfig | None = None) -> InlineEvalJob:
+    """Scores at each step: two answers of up to six tokens to each problem."""
     rows = [{"problem": f"What is {i}?", "answer": "1"} for i in range(10)]
     (folder / "toy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return InlineEvalJob(

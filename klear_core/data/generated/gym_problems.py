@@ -3,7 +3,7 @@
 Some tasks draw from Python's global generator, depend on the hash seed of the process, or print. The process is started
 with a fixed hash seed and seeds that generator itself, so that the same settings make the same problems anywhere.
 
-python -m klear_core.data.generated.gym SETTINGS SEED    writes problems as JSON lines to its standard output
+python -m klear_core.data.generated.gym_problems SETTINGS SEED    writes problems as JSON lines to its standard output
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def generate_gym(cfg: GymSource, *, seed: int) -> Iterator[Candidate]:
 
     Raise ConfigError if the task, a level or a setting is unknown, or if it has too few different problems.
     """
-    command = [sys.executable, "-m", "klear_core.data.generated.gym", cfg.model_dump_json(), str(seed)]
+    command = [sys.executable, "-m", "klear_core.data.generated.gym_problems", cfg.model_dump_json(), str(seed)]
     environment = os.environ | {"PYTHONHASHSEED": "0", "MPLBACKEND": "agg"}
     with (
         tempfile.TemporaryFile("w+") as errors,

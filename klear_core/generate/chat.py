@@ -1,0 +1,115 @@
+"""Ask a trained model questions, with the engine, chat template and context window that the pipeline uses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from klear_core.config.evaluate import LocalEngineConfig
+from klear_core.errors import DataError
+from klear_core.generate.engine import InferenceEngine, SamplingParams, StreamingEngine
+from klear_core.generate.factory import build_engine
+from klear_core.hf_config import read_hf_config
+from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
+from klear_core.types import Completion
+
+if TYPE_CHECKING:
+    from klear_core.prompts import Tokenizer
+
+_TEXT_EVERY_S = 0.05
+"""Seconds between two decodings of an unfinished answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatParams:
+    """Sampling settings for one question."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    max_tokens: int | None = None
+    """Most tokens of one answer, thinking included; None uses all that the window leaves."""
+    num_samples: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatModel:
+    """A loaded model with its tokenizer; call `close` when done."""
+
+    engine: InferenceEngine
+    tokenizer: Tokenizer
+    window: int
+    """Positions for question and answer together."""
+
+    async def ask(
+        self, question: str, chat_params: ChatParams, on_text: Callable[[str], None] | None = None
+    ) -> list[Completion]:
+        """Return the answers to one question, sent as one user turn; tell `on_text` a single answer's text so far.
+
+        Raise DataError if it leaves no room for an answer, or is not text.
+        """
+        try:
+            question.encode()
+        except UnicodeEncodeError as e:
+            raise DataError(f"the question is not text in UTF-8: {e}") from e
+        prompt_ids = render_prompt(self.tokenizer, question)
+        room = self.window - len(prompt_ids)
+        if room < 1:
+            raise DataError(
+                f"the question takes {len(prompt_ids)} tokens with the marks of its turn, "
+                f"and the model's window holds {self.window}, answer included; shorten it"
+            )
+        params = SamplingParams(
+            num_samples=chat_params.num_samples,
+            temperature=chat_params.temperature,
+            # no truncation: samples come from the model's own distribution at this temperature
+            top_p=1.0,
+            top_k=0,
+            repetition_penalty=1.0,
+            max_new_tokens=min(room, chat_params.max_tokens or room),
+            seed=chat_params.seed,
+        )
+        opening = opening_of(self.tokenizer)
+        if on_text is None or params.num_samples > 1 or not isinstance(self.engine, StreamingEngine):
+            return [completed(completion, opening) for completion in await self.engine.generate(prompt_ids, params)]
+        text_so_far = _TextSoFar(self.tokenizer, opening, on_text)
+        return [completed(done, opening) for done in await self.engine.stream(prompt_ids, params, text_so_far)]
+
+    async def close(self) -> None:
+        """Release the engine."""
+        await self.engine.close()
+
+
+class _TextSoFar:
+    """Decodes the tokens of an unfinished answer, some times a second, because each time it decodes all of them."""
+
+    def __init__(self, tokenizer: Tokenizer, opening: str, on_text: Callable[[str], None]) -> None:
+        self._tokenizer, self._opening, self._on_text = tokenizer, opening, on_text
+        self._loop = asyncio.get_running_loop()
+        self._due_at = 0.0
+
+    def __call__(self, _sample: int, token_ids: tuple[int, ...]) -> None:
+        """Tell the text, without a character whose last bytes are still to come."""
+        now = time.monotonic()
+        if now < self._due_at:
+            return
+        self._due_at = now + _TEXT_EVERY_S
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # In the caller's thread: an error of what shows the text must not end the engine's.
+        self._loop.call_soon_threadsafe(self._on_text, self._opening + str(text).rstrip("\ufffd"))
+
+
+async def open_chat(
+    folder: Path, cfg: LocalEngineConfig, *, num_threads: int, seed: int, window: int | None = None
+) -> ChatModel:
+    """Load the model and tokenizer of a Hugging Face folder. `window` raises the positions that its config states.
+
+    Raise ConfigError if the engine cannot run this model, ResourceError if the engine is not installed.
+    """
+    tokenizer = load_tokenizer(folder)
+    engine = await build_engine(cfg, folder, num_threads=num_threads, seed=seed, window=window)
+    return ChatModel(engine=engine, tokenizer=tokenizer, window=read_hf_config(folder).window(window))
