@@ -6,10 +6,11 @@ The parts of the champion's rule (`promotion.py`) are applied by tiers: a benchm
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from klear_core.config.load import explained
 from klear_core.config.pipeline import DEFAULT_MARGIN
@@ -17,6 +18,7 @@ from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
 from klear_core.evaluate.compare.paired import PairedComparison, compare_sampled, read_evaluation
 from klear_core.evaluate.compare.promotion import Check, better, comparable, non_inferior
+from klear_core.evaluate.stats.significance import confidence_at
 from klear_core.scores import p_value, points
 
 Tier = Literal["critical", "supporting", "advisory"]
@@ -36,6 +38,16 @@ class GatePolicy(Settings):
     may be shown. `advisory`: is reported, and decides nothing."""
     gain: bool = False
     """Whether a gain must be shown on at least one benchmark that is not advisory."""
+    looks: tuple[Annotated[float, Field(ge=0.1, le=1)], ...] = (1.0,)
+    """Shares of the planned samples at which this gate is asked, the last 1. Several share the error of one."""
+    look: int = Field(default=1, ge=1)
+    """Number of the present look, from 1."""
+
+    @model_validator(mode="after")
+    def _looks_grow(self) -> Self:
+        if self.looks[-1:] != (1.0,) or list(self.looks) != sorted(set(self.looks)) or self.look > len(self.looks):
+            raise ValueError(f"looks {list(self.looks)} must grow to 1, and look {self.look} be one of them")
+        return self
 
 
 class GateResult(Settings):
@@ -71,7 +83,7 @@ def gate(policy: GatePolicy, new: Path, old: Path) -> GateResult:
     checks = comparable(found, before, is_="first evaluation")
     comparisons: tuple[PairedComparison, ...] = ()
     if all(check.is_passed for check in checks):
-        comparisons = compare_sampled(before, found)
+        comparisons = compare_sampled(before, found, level=_level(policy))
         checks += [_check(policy, comparison) for comparison in comparisons]
         if policy.gain:
             checks.append(better([c for c in comparisons if policy.tiers.get(c.benchmark) != "advisory"], {}))
@@ -81,6 +93,11 @@ def gate(policy: GatePolicy, new: Path, old: Path) -> GateResult:
         is_inconclusive = all(check.is_inconclusive for check in failed)
         verdict = "inconclusive" if is_inconclusive else "failed"
     return GateResult(verdict=verdict, checks=tuple(checks), comparisons=comparisons)
+
+
+def _level(policy: GatePolicy) -> Callable[[float], float]:
+    """Return the function that gives the confidence level of the present look."""
+    return lambda confidence: confidence_at(policy.look, policy.looks, confidence=confidence)
 
 
 def _check(policy: GatePolicy, c: PairedComparison) -> Check:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,9 +119,15 @@ def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[PairedCompar
     return results
 
 
-def compare_sampled(before: Evaluation, after: Evaluation) -> tuple[PairedComparison, ...]:
-    """Compare avg@n alone, with the interval `corrected`: greedy answers are no part of either correction."""
-    compared = [c for c in _compare(before, after, num_tests=len(after.reports)) if c.decoding == "sampled"]
+def compare_sampled(
+    before: Evaluation, after: Evaluation, *, level: Callable[[float], float] = lambda confidence: confidence
+) -> tuple[PairedComparison, ...]:
+    """Compare avg@n alone, with the interval `corrected`: greedy answers are no part of either correction.
+
+    `level` gives the confidence level to use, from that of the later evaluation.
+    """
+    found = _compare(before, after, num_tests=len(after.reports), level=level)
+    compared = [c for c in found if c.decoding == "sampled"]
     corrected = holm([c.p for c in compared])
     return tuple(c.model_copy(update={"p_corrected": p}) for c, p in zip(compared, corrected, strict=True))
 
@@ -133,7 +139,13 @@ def read_evaluation(folder: Path) -> Evaluation:
     return Evaluation(folder=folder, reports=reports, counts=counts)
 
 
-def _compare(before: Evaluation, after: Evaluation, *, num_tests: int | None = None) -> list[PairedComparison]:
+def _compare(
+    before: Evaluation,
+    after: Evaluation,
+    *,
+    num_tests: int | None = None,
+    level: Callable[[float], float] = lambda confidence: confidence,
+) -> list[PairedComparison]:
     if before.reports.keys() != after.reports.keys():
         raise DataError(
             f"{before.folder} and {after.folder} cannot be compared: the one has the benchmarks "
@@ -143,20 +155,28 @@ def _compare(before: Evaluation, after: Evaluation, *, num_tests: int | None = N
     for name in after.reports:
         for decoding in _DECODINGS:
             if (name, decoding) in before.counts and (name, decoding) in after.counts:
-                found = _compare_one(before, after, benchmark=name, decoding=decoding, num_tests=num_tests)
+                confidence = level(after.reports[name].confidence)
+                found = _compare_one(
+                    before, after, benchmark=name, decoding=decoding, num_tests=num_tests, confidence=confidence
+                )
                 comparisons.append(found)
     return comparisons
 
 
 def _compare_one(
-    before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding, num_tests: int | None
+    before: Evaluation,
+    after: Evaluation,
+    *,
+    benchmark: str,
+    decoding: Decoding,
+    num_tests: int | None,
+    confidence: float,
 ) -> PairedComparison:
     counts_before, counts_after = before.counts[benchmark, decoding], after.counts[benchmark, decoding]
     pair = _scored_in_both(counts_before, counts_after)
     if pair is None:
         raise DataError(f"benchmark {benchmark!r}: the two evaluations have no scored problem in common")
     report_before, report_after = before.reports[benchmark], after.reports[benchmark]
-    confidence = report_after.confidence
     corrected = None
     if num_tests is not None:
         corrected = paired_new_problems_interval(*pair, confidence=gate_confidence(confidence, num_tests)).range

@@ -287,6 +287,19 @@ def detectable_by(interval: Range, num_problems: int, *, confidence: float) -> f
     return (interval.high - interval.low) / 2 * (1 + float(ndtri(POWER)) / quantile)
 
 
+def confidence_at(look: int, looks: Sequence[float], *, confidence: float) -> float:
+    """Return the level for one of several looks at growing data, so that all together have the error of one.
+
+    `looks` has the share of the planned samples at each, the last 1. Errors are spent as O'Brien and Fleming's bounds do
+    (Lan and DeMets 1983), nearly all at the end; each look has what is newly spent, which is cautious (Bonferroni).
+    """
+    from scipy.special import ndtr, ndtri
+
+    quantile = float(ndtri(0.5 + confidence / 2))
+    spent = [0.0, *(2 - 2 * float(ndtr(quantile / math.sqrt(share))) for share in looks)]
+    return 1 - (spent[look] - spent[look - 1])
+
+
 # ---- chances of the champion's rule ----
 
 

@@ -20,7 +20,14 @@ from klear_core.evaluate.stats.intervals import (
     new_problems_interval,
     paired_new_problems_interval,
 )
-from klear_core.evaluate.stats.significance import GATE_GAIN, GateBenchmark, gate_confidence, holm, sign_flip_test
+from klear_core.evaluate.stats.significance import (
+    GATE_GAIN,
+    GateBenchmark,
+    confidence_at,
+    gate_confidence,
+    holm,
+    sign_flip_test,
+)
 from klear_core.seeding import seed_for
 
 Floats = npt.NDArray[np.float64]
@@ -78,6 +85,35 @@ def decided(draw: Draw, kind: str, suite: Sequence[GateBenchmark]) -> tuple[bool
     return any(shown), is_non_inferior, is_better and is_non_inferior
 
 
+# ---- looks ----
+
+
+def false_gains(num_problems: int, num_samples: Sequence[int], kind: str = "equal") -> tuple[float, float]:
+    """Return how often a gain is shown at any look, with the error spent over the looks and with all of it at each.
+
+    The samples of a look contain those of the looks before it.
+    """
+    draw = np.random.default_rng(seed_for(0, "bench/looks", num_problems, kind, *num_samples))
+    looks = [n / num_samples[-1] for n in num_samples]
+    hits = {"spent": 0, "whole": 0}
+    for _ in range(NUM_RUNS // 3):
+        pair = _chances(draw, kind, num_problems)
+        answers = [draw.random((num_problems, num_samples[-1])) < chances[:, None] for chances in pair]
+        seen = set[str]()
+        for look, n in enumerate(num_samples, start=1):
+            counts = ([(int(row[:n].sum()), n) for row in own] for own in answers)
+            before, after = (estimates_of(own) for own in counts)
+            p = sign_flip_test([b - a for a, b in zip(before.exact, after.exact, strict=True)]).p
+            spent = confidence_at(look, looks, confidence=CONFIDENCE)
+            for how, level in (("spent", spent), ("whole", CONFIDENCE)):
+                low = paired_new_problems_interval(before, after, confidence=gate_confidence(level, 1)).range.low
+                if p < 1 - level and low > 0:
+                    seen.add(how)
+        for how in seen:
+            hits[how] += 1
+    return hits["spent"] / (NUM_RUNS // 3), hits["whole"] / (NUM_RUNS // 3)
+
+
 # ---- clusters ----
 
 
@@ -130,6 +166,11 @@ def measure() -> list[dict[str, object]]:
                 measures.append(_measure(promoted, shares[2], least=0.75 if name in POWERFUL else 0))
             else:
                 measures.append(_measure(promoted, shares[2], most=0.035))
+    for num, num_samples in LOOKS:
+        spent, whole = false_gains(num, num_samples)
+        cell = f"equal, {num} problems, looks at {num_samples} samples: gain at any"
+        measures.append(_measure(f"{cell}, error spent over looks", spent, most=0.035))
+        measures.append(_measure(f"{cell}, whole error at each", whole))
     for num, n, size, between, within, effect in CLUSTERED:
         found = clustered(num, n, size, between=between, within=within, effect=effect)
         for name, share in found.items():
@@ -143,6 +184,7 @@ def measure() -> list[dict[str, object]]:
 
 
 PARTS = ("better by the test alone", "non-inferior")
+LOOKS = ((60, (4, 8, 16)), (131, (2, 4, 8)), (30, (16, 32, 48, 64)))
 CLUSTERED = [
     (num, n, size, *spread)
     for num, n in ((30, 64), (100, 4), (100, 64), (500, 4))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from test_promotion import EASY, HARD, scored
 
 from klear_core.errors import ConfigError
 from klear_core.evaluate.compare.gate import GatePolicy, gate, read_policy
+from klear_core.evaluate.stats.significance import confidence_at
 
 
 def verdict(tmp_path: Path, **policy) -> str:
@@ -51,3 +53,21 @@ def test_a_policy_is_checked_with_its_file_and_key(tmp_path: Path) -> None:
         read_policy(file)
     with pytest.raises(ConfigError, match="names 'aime99', but the benchmarks are a, b"):
         verdict(tmp_path, margins={"aime99": 3})
+
+
+def test_looks_share_the_error_and_the_last_has_most_of_it() -> None:
+    """O'Brien and Fleming's spending: 2 - 2 Phi(1.96 / sqrt(1/2)) = .00557 at half of the samples, .05 in all."""
+    levels = [confidence_at(look, (0.5, 1.0), confidence=0.95) for look in (1, 2)]
+    assert levels == pytest.approx([1 - 0.00557, 1 - (0.05 - 0.00557)], abs=1e-5)
+    assert confidence_at(1, (1.0,), confidence=0.95) == pytest.approx(0.95)
+
+
+def test_an_early_look_asks_for_more_than_the_last(tmp_path: Path) -> None:
+    """20 problems that all gain have p = 2 / 2**20 = 2e-6, and a look at a tenth of the samples may spend 6e-10."""
+    whole = {"margin": 25, "gain": True}
+    assert verdict(tmp_path, **whole, looks=[0.1, 1], look=2) == "passed"
+    assert verdict(tmp_path, **whole, looks=[0.1, 1], look=1) != "passed"
+    with pytest.raises(ValidationError, match="must grow to 1"):
+        GatePolicy(looks=(1.0, 0.5))
+    with pytest.raises(ValidationError, match="look 2 be one of them"):
+        GatePolicy(look=2)
