@@ -290,8 +290,8 @@ def detectable_by(interval: Range, num_problems: int, *, confidence: float) -> f
 def confidence_at(look: int, looks: Sequence[float], *, confidence: float) -> float:
     """Return the level for one of several looks at growing data, so that all together have the error of one.
 
-    `looks` has the share of the planned samples at each, the last 1. Errors are spent as by O'Brien-Fleming bounds
-    (Lan and DeMets 1983), nearly all at the end; each look has what is newly spent, which is cautious (Bonferroni).
+    `looks` has the share of the planned samples at each, the last 1. Errors are spent as O'Brien and Fleming's bounds
+    do (Lan and DeMets 1983), nearly all at the end; each look has what is newly spent, which is cautious (Bonferroni).
     """
     from scipy.special import ndtr, ndtri
 
