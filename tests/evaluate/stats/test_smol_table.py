@@ -1,0 +1,51 @@
+"""The scores in docs/smol.md follow from the answers counted in docs/data/smol_runs.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from klear_core.evaluate.stats.intervals import (
+    Estimates,
+    estimates_of,
+    new_problems_interval,
+    paired_new_problems_interval,
+)
+from klear_core.evaluate.stats.significance import sign_flip_test
+from klear_core.scores import Range
+
+DOCS = Path(__file__).parents[3] / "docs"
+RUNS = json.loads((DOCS / "data" / "smol_runs.json").read_text())
+SCORES = {(row["seed"], row["model"]): row for row in RUNS["scores"] if row["benchmark"] == "heldout"}
+FRESH = (33,)
+"""Seeds on which nothing was chosen."""
+
+
+def estimates(seed: int, model: str) -> Estimates:
+    return estimates_of([(int(right), 2) for right in SCORES[seed, model]["sampled"]])
+
+
+def percent(value: float, interval: Range, sign: str = "") -> str:
+    unit = "" if sign else " %"
+    low, high = 100 * interval.low, 100 * interval.high
+    return f"{100 * value:{sign}.1f}{unit} ({low:.1f} to {high:.1f})"
+
+
+def test_the_table_of_the_profile_is_computed_from_its_answers() -> None:
+    page = (DOCS / "smol.md").read_text()
+    for seed in FRESH:
+        sft, rl = estimates(seed, "sft"), estimates(seed, "rl")
+        scores = [percent(e.mean, new_problems_interval(e, confidence=0.95)) for e in (sft, rl)]
+        change = paired_new_problems_interval(sft, rl, confidence=0.95).range
+        p = sign_flip_test([b - a for a, b in zip(sft.exact, rl.exact, strict=True)]).p
+        assert p < 0.0001 / 2  # Holm over two benchmarks
+        row = [str(seed), *scores, percent(rl.mean - sft.mean, change, "+"), "< .0001"]
+        assert f"| {' | '.join(row)} |" in page
+
+
+def test_what_was_tried_before_has_the_scores_that_the_page_gives() -> None:
+    page = (DOCS / "smol.md").read_text()
+    for seed in (31, 41, 42):
+        before, after = (100 * estimates(seed, model).mean for model in ("sft", "rl"))
+        (line,) = (line for line in page.splitlines() if f" | {before:.1f} to {after:.1f} %" in line)
+        assert line.startswith(f"| {seed} |")
