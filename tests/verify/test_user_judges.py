@@ -296,7 +296,9 @@ def test_a_file_of_answers_is_judged_by_the_judge_that_each_row_names(tmp_path: 
     summary = judge_file(answers, settings(*JUDGES), out=tmp_path / "out.jsonl")
     assert (summary.outcomes, summary.mean_score) == ({Outcome.SCORED: 4}, 2 / 4)
     (bad, *_) = judge_file(answers, settings(JUDGES[2])).bad_rows
-    assert bad == BadRow(line=1, reason="reference of a: verify.judges has ifeval, part-of, reasoning_gym, and not 'near'")
+    assert bad == BadRow(
+        line=1, reason="reference of a: verify.judges has ifeval, part-of, reasoning_gym, and not 'near'"
+    )
     with pytest.raises(
         ConfigError, match=r"verify.judges, name = 'near', function = 'my_judges:nearer': .* has no function"
     ):
