@@ -55,7 +55,7 @@ class BenchmarkAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is known of a problem from its answers."""
+    """A problem as its stored answers describe it."""
 
     title: str
     difficulty: Difficulty
