@@ -375,19 +375,26 @@ _watched: set[int] = set()
 """This process's id while it is watched; two watchers would end each other before their work is done."""
 
 _WATCH = """
-import os, sys, time
+import os, signal, sys
 import psutil
 
+def descendants():
+    return {p.pid: p for p in psutil.Process(parent).children(recursive=True) if p.pid != os.getpid()}
+
 parent, grace_s = int(sys.argv[1]), float(sys.argv[2])
-family = {}
-while os.getppid() == parent:
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+family, is_over = {}, False
+while os.getppid() == parent and not is_over:
     try:
-        seen = psutil.Process(parent).children(recursive=True)
+        seen = descendants()
     except psutil.Error:
         break
     # Processes stay in `family` once seen: if their own parent dies, they are no longer listed as descendants.
-    family = {pid: p for pid, p in family.items() if p.is_running()} | {p.pid: p for p in seen if p.pid != os.getpid()}
-    time.sleep(1)
+    family = {pid: p for pid, p in family.items() if p.is_running()} | seen
+    is_over = signal.sigtimedwait([signal.SIGTERM], 1)
+if is_over:
+    kept = descendants()
+    family = {pid: p for pid, p in family.items() if pid not in kept}
 for ask in (psutil.Process.terminate, psutil.Process.kill):
     for process in family.values():
         try:
@@ -400,9 +407,12 @@ for ask in (psutil.Process.terminate, psutil.Process.kill):
 
 @contextmanager
 def no_orphans() -> Iterator[None]:
-    """Run a watcher in its own session while the block runs; if this process dies, the watcher ends its descendants.
+    """Run a watcher in its own session while the block runs.
 
-    Ray ends most of its processes itself, but two agents run on for over a minute, Prefect's temporary server for ever.
+    If this process dies, the watcher ends its descendants; when the block ends, those whose own parent has died.
+
+    Ray ends most of its processes itself, but without its head two agents run on for over a minute, and Prefect's
+    temporary server for ever.
     """
     own = os.getpid()
     if own in _watched:
@@ -420,7 +430,7 @@ def no_orphans() -> Iterator[None]:
         yield
     finally:
         _watched.discard(own)
-        watcher.kill()
+        watcher.terminate()
         watcher.wait()
 
 

@@ -36,3 +36,32 @@ def test_a_killed_process_leaves_no_descendants_not_even_stubborn_ones_in_sessio
     while alive(family) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive(family) == []
+
+
+LEAVER = """
+import os, subprocess, sys, time
+import psutil
+from tasks.resources import no_orphans
+
+def is_there(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+with no_orphans():
+    kept = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    leave = "import subprocess, sys; p = subprocess.Popen(['sleep', '99'], stdout=2); print(p.pid); sys.stdin.read()"
+    pipe, lost = subprocess.PIPE, subprocess.DEVNULL
+    parent = subprocess.Popen([sys.executable, "-uc", leave], stdin=pipe, stdout=pipe, stderr=lost, text=True)
+    orphan = int(parent.stdout.readline())
+    time.sleep(5)  # the watcher looks every second, once it is up
+    parent.stdin.close()
+    parent.wait()
+    assert is_there(orphan)
+print("orphan" if is_there(orphan) else "no orphan", "child" if kept.poll() is None else "no child")
+kept.kill()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_parent_died_is_ended_with_the_block_and_a_child_goes_on():
+    ended = subprocess.run([sys.executable, "-c", LEAVER], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == "no orphan child"
