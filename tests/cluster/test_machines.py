@@ -18,6 +18,8 @@ from klear_core.artifacts.remote_paths import NODE_ROOT
 
 pytest.importorskip("ray")
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 840.0  # it took 750 s at a load of 30 on two cores
 QUICK_DEATH = {
@@ -82,7 +84,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(made)
 
 
-@pytest.mark.bench  # each thing it does is in tests/sft/test_gang.py and test_apart.py too, in a fifth of the time
 @pytest.mark.timeout(LIMIT_S + 50)
 def test_power_cuts_of_a_node_in_sft_and_rl_cost_no_bit(cluster: Cluster) -> None:
     """Ranks on two nodes. One is cut off, and another comes into the cluster some seconds later."""
@@ -107,7 +108,6 @@ def test_power_cuts_of_a_node_in_sft_and_rl_cost_no_bit(cluster: Cluster) -> Non
     assert len(re.findall("starting another", cluster.said())) >= 2, "each cut costs the learner its ranks"
 
 
-@pytest.mark.slow
 def test_a_machine_in_a_namespace_sees_only_its_own_disk(cluster: Cluster) -> None:
     (cluster.made.disks / "2").mkdir()
     (cluster.made.disks / "2" / "secret").write_text("of machine 2")
