@@ -44,7 +44,7 @@ test-slow: $(VENV)/.installed-dev sandbox
 
 # the drills that are too long for CI, half an hour and more; Slurm's need root, slurm-wlm and munge
 drills: $(VENV)/.installed-dev sandbox
-	$(BIN)/python -m pytest -m bench --durations=0 tests/drills tests/cluster
+	$(BIN)/python -m pytest -m bench --durations=0 tests/drills
 
 # in an environment of its own: vLLM wants older versions of what Prefect wants newer ones of
 test-vllm: $(VLLM)/.installed
