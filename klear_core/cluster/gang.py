@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import Any, TypeVar, assert_never
 
 import ray
@@ -124,6 +125,9 @@ class Gang:
         tasks = [asyncio.ensure_future(awaited(call)) for call in calls]
         seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
         began, silence = time.monotonic(), Silence()
+        if len(tasks) > 1:  # the span of the learner ends with the last of them
+            for name, task in zip(self._names, tasks, strict=False):
+                task.add_done_callback(partial(_trace_rank, name, what, began))
         try:
             while True:
                 poll_s = min(_POLL_S + 0.01 * len(self.ranks), max(0.0, deadline - time.monotonic()))
@@ -288,6 +292,10 @@ class Gang:
             if isinstance(error, LOST):
                 dead[index] = error
         return dead
+
+
+def _trace_rank(name: str, what: str, began: float, _: asyncio.Future[Any]) -> None:
+    span(name, what, began, time.monotonic())
 
 
 def _failures(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
