@@ -355,7 +355,8 @@ class ServedModelJob(Job):
 
 
 STAGE_SECTIONS = frozenset(
-    ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "opd", "rl", "rl_code", "evaluate", "promote")
+    ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "opd", "rl", "rl_code", "rl_teacher")
+    + ("evaluate", "promote")
 )
 """Sections that stages use; the others, such as `seed` and `verify`, concern the whole run."""
 
@@ -380,6 +381,8 @@ def sections_used(stages: Iterable[tuple[str, str]]) -> frozenset[str]:
 
 
 def _sections_of(name: str, kind: str) -> tuple[str, ...]:
+    if name.startswith("rl_teacher"):  # also if it is given
+        return ("rl_teacher",)
     match kind:
         case BaseJob.kind:
             return ("model",)
