@@ -306,14 +306,16 @@ def _teacher_of(job: RlJob, inputs: Inputs, workdir: Path) -> OpenTeacher:
     from klear_core.generate.factory import start_with_endpoints
     from klear_core.opd.teacher_scores import live_teacher
 
-    cfg = job.teacher
+    cfg, model = job.teacher, inputs["teacher"].path
     assert cfg is not None
     num_here = 0 if cfg.runtime.num_engines == 0 else 1
+    if num_here:
+        cfg = cfg.model_copy(update={"engine": resources.on_this_cpu(cfg.engine, model, key="rl_teacher")})
     return partial(
         live_teacher,
         cfg,
         student=inputs["model"].path,
-        teacher=inputs["teacher"].path,
+        teacher=model,
         sampling=job.rl.rollout.sampling,
         workdir=workdir,
         start_sampler=partial(start_with_endpoints, runtime=cfg.runtime, key="rl_teacher", num_here=num_here),

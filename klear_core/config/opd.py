@@ -16,7 +16,6 @@ from klear_core.config.evaluate import (
     PoolRuntime,
     SamplingConfig,
     TorchEngineConfig,
-    VllmEngineConfig,
 )
 from klear_core.config.losses import GppoConfig, GspoConfig, LossConfig, TrmConfig
 from klear_core.config.rl import DistillTermConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
@@ -81,11 +80,12 @@ class OpdTeacherConfig(Settings):
     def check_scores_rl(self, rl: RlConfig, section: str) -> None:
         """Raise ValueError if this teacher cannot score the answers of an RL stage while it runs."""
         self.check_temperature(rl.rollout.sampling.temperature, f"{section}.rollout.sampling.temperature")
-        num_engines, has_own = self.runtime.num_engines, self.runtime.num_engines != 0
-        if has_own and (isinstance(self.engine, VllmEngineConfig) or num_engines not in ("auto", 1)):
+        num_engines = self.runtime.num_engines
+        is_ours = isinstance(self.engine, TorchEngineConfig) and self.engine.runtime.device != "cuda"
+        if num_engines != 0 and not (is_ours and num_engines in ("auto", 1)):
             raise ValueError(
-                "rl_teacher has at most one engine, ours, in the process of the driver. For another, serve the model "
-                "with vLLM, and set rl_teacher.runtime.num_engines = 0 and rl_teacher.runtime.endpoints"
+                "rl_teacher has at most one engine, ours, on the CPU of the driver. For another, serve the model with "
+                "vLLM, and set rl_teacher.runtime.num_engines = 0 and rl_teacher.runtime.endpoints"
             )
         if self.top_k and (isinstance(rl.loss, GspoConfig | TrmConfig) or rl.max_negative_kl is not None):
             cause = "max_negative_kl" if rl.max_negative_kl is not None else f'loss.kind = "{rl.loss.kind}"'
