@@ -144,9 +144,12 @@ async def live_teacher(
 
         async def scores(answers: Sequence[TrainSample]) -> tuple[TrainSample, ...]:
             expect(sampler.engine, len(answers))
-            async with asyncio.TaskGroup() as group:  # an error cancels the other requests
-                tasks = [group.create_task(one(answer)) for answer in answers]
-            return tuple(task.result() for task in tasks)
+            tasks = [asyncio.create_task(one(answer)) for answer in answers]
+            try:
+                return tuple(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:  # after an error, the other requests
+                    task.cancel()
 
         yield scores
 

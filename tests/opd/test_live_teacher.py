@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeAnswer, FakeEngine
 from rl_builders import (
     TINY,
     Recorder,
@@ -25,14 +27,15 @@ from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.opd import OpdTeacherConfig
 from klear_core.config.rl import DistillTermConfig, RlConfig, RolloutConfig
 from klear_core.config.verify import VerifyConfig
-from klear_core.errors import ConfigError
+from klear_core.errors import ConfigError, DataError
+from klear_core.generate.engine import SamplingParams
 from klear_core.generate.factory import EngineSpec, Sampler, start_here
 from klear_core.metrics import NullTelemetry
 from klear_core.opd.teacher_scores import live_teacher, scored_by
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
 from klear_core.rl.loop import Extras, OpenTeacher, run_rl, train_rl
 from klear_core.train.base_model import prepare_base
-from klear_core.types import TrainSample
+from klear_core.types import Completion, TrainSample
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 TEACHER = OpdTeacherConfig(top_k=4)
@@ -85,6 +88,27 @@ def test_rows_of_a_step_are_scored_as_stored_answers_are_and_keep_their_order(
     together, alone = asyncio.run(scored())
     assert list(together) == alone
     assert [replace(row, teacher_logps=(), top_ids=(), top_logps=()) for row in together] == list(rows)
+
+
+class Refusing(FakeEngine):
+    """Has room for no answer."""
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        raise ValueError("too long")
+
+
+def test_an_answer_that_the_teacher_refuses_is_an_error_that_names_its_problem(
+    student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    async def start(_spec: EngineSpec) -> Sampler:
+        return Sampler(engine=Refusing(lambda _prompt, _params, _i: FakeAnswer(text="")), limit=2)
+
+    async def score() -> None:
+        async with partial(opens(student, teacher, tmp_path), start_sampler=start)() as scores:
+            await scores(random_samples(5))
+
+    with pytest.raises(DataError, match=r"^problem \w+: the teacher's engine refuses an answer: too long$"):
+        asyncio.run(score())
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(student: Path, teacher: Path, tmp_path: Path) -> None:

@@ -108,7 +108,11 @@ def test_rollouts_depend_on_no_teacher_and_scores_on_no_training() -> None:
         (None, {"rl_code": {"distill": {}}}, "rl_code.distill is set, but no teacher"),
         (None, {"rl_teacher": {}}, "no RL stage learns from it"),
         (None, {"rl": {"distill": {}}, "rl_teacher": {"engine": {"kind": "vllm"}}}, "serve the model with vLLM"),
-        (None, {"rl": {"distill": {}}, "rl_teacher": {"engine": {"runtime": {"device": "cuda"}}}}, "serve the model"),
+        (
+            None,
+            {"rl": {"distill": {}}, "rl_teacher": {"engine": {"kind": "torch", "runtime": {"device": "cuda"}}}},
+            "serve the model",
+        ),
         (None, {"rl": {"distill": {}}, "rl_teacher": {"runtime": {"num_engines": 2}}}, "at most one engine"),
         (
             None,
