@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import assert_never
 
-from klear_core.config.curate import CurateConfig, TagConfig
-from klear_core.config.data import (
-    BenchmarkConfig,
-    DatasetsSource,
-    FileSource,
-    GymSource,
-    HubSource,
-    ProceduralSource,
-    PuzzleSource,
-    Source,
-)
-from klear_core.config.data_jobs import CurateJob
+from klear_core.config.curate import TagConfig
 from klear_core.config.distill import DistillConfig, HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.evaluate import HardwareConfig, HttpEngineConfig, VllmEngineConfig
+from klear_core.config.opd import OpdRolloutsConfig, OpdTeacherConfig
+from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, RlJob, SftJob, Stage, TagJob
+from klear_core.config.stage import BaseJob, DistillJob, EngineUse, EvaluateJob, RlJob, SftJob, Stage, TagJob
 from klear_core.config.train import ModelConfig, SftConfig, TrainRuntime
 from klear_core.generate.model_size import VALUE_BYTES, ModelSize, engine_fit, planned_size
+from klear_core.pipeline.costs.counts import (
+    benchmark_rows,
+    num_opd_answers,
+    num_problems_of,
+    num_traces,
+    sft_rows,
+    sft_steps,
+)
 from klear_core.pipeline.costs.memory import (
     LearnerPeak,
     learner_load,
@@ -34,7 +31,7 @@ from klear_core.pipeline.costs.memory import (
     reference_bytes,
     state_bytes,
 )
-from klear_core.pipeline.graph import stage_of_problems, stages_of
+from klear_core.pipeline.graph import stages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +71,16 @@ def estimate_stage(config: PipelineConfig, stage: Stage, size: ModelSize | None)
             return _tag(stage, tag, config)
         case DistillJob():
             return _distill(stage, config)
-        case SftJob():
-            return _sft(stage, config, size)
+        case SftJob(sft=sft):
+            return _sft(stage, config, sft, _size_of(stage, config, size))
+        case OpdRolloutsJob(rollouts=rollouts):
+            answers = num_opd_answers(stage, config)
+            note = f"{answers or 'unknown number of'} answers of the student"
+            return _answers_here(stage, config, answers, most_tokens=rollouts.sampling.max_new_tokens, note=note)
+        case OpdScoresJob():
+            return _opd_scores(stage, stage.job, config)
+        case OpdJob():
+            return _opd(stage, stage.job, config, size)
         case RlJob(rl=rl):
             return _rl(config, stage, rl, size)
         case _:
@@ -92,7 +97,7 @@ def estimate_inline_eval(config: PipelineConfig, stage: Stage, size: ModelSize |
     if num_models is None:
         return StageEstimate(stage=name, max_tokens=None, memory_gb=None, note="unknown number of models")
     # A benchmark with fewer problems than the curve asks for gives all that it has.
-    num_problems = min(job.curve.num_problems, _benchmark_rows(job.source) or job.curve.num_problems)
+    num_problems = min(job.curve.num_problems, benchmark_rows(job.source) or job.curve.num_problems)
     answers = num_problems * job.curve.num_samples
     tokens = num_models * answers * job.sampling.max_new_tokens
     use = own or stage.engine()
@@ -114,97 +119,12 @@ def num_inline_evals(config: PipelineConfig, stage: Stage) -> int | None:
     training = stage.job.training()
     assert training is not None, stage.name
     curve = training.runtime.curve
-    num_steps = training.num_steps if isinstance(training, RlConfig) else _sft_steps(config)
+    num_steps = training.num_steps if isinstance(training, RlConfig) else sft_steps(config)
     return None if curve is None or num_steps is None else curve.num_points(num_steps)
 
 
-def _sft_steps(config: PipelineConfig) -> int | None:
-    """Return the most steps that SFT takes; None if nothing bounds them."""
-    rows, sft = _sft_rows(config), config.sft
-    bounds = [sft.max_steps] if sft.max_steps else []
-    if rows:
-        bounds.append(math.ceil(rows / sft.rows_per_step))
-    return min(bounds, default=None)
-
-
-def _sft_rows(config: PipelineConfig) -> int | None:
-    """Return the most rows in all epochs of SFT, as if every source were repeated as often as the most repeated one."""
-    traces, sft = _num_traces(config), config.sft
-    most_often = max([1.0, *sft.source_weights.values()])
-    return None if traces is None else math.ceil(traces * most_often) * sft.num_epochs
-
-
-def count_rows(source: Source) -> int | None:
-    """Return the number of rows a source will give, if it is known without reading the source through."""
-    match source:
-        case ProceduralSource(num_problems=n) | PuzzleSource(num_problems=n) | GymSource(num_problems=n):
-            return n
-        case FileSource(limit=limit) | HubSource(limit=limit) | DatasetsSource(limit=limit):
-            from klear_core.data.sources import files_here
-
-            files = files_here(source)
-            total = 0 if files else None
-            for file in files:
-                count = _rows_in(file.path)
-                total = None if total is None or count is None else total + count
-            return limit if total is None else min(total, limit or total)
-
-
-def _rows_in(path: Path) -> int | None:
-    """Return the rows of a file where counting is cheap; None for other formats, which would have to be parsed."""
-    if path.suffix == ".parquet" and path.is_file():
-        import pyarrow.parquet as pq
-
-        return int(pq.read_metadata(path).num_rows)
-    if path.suffix == ".jsonl" and path.is_file():
-        with path.open("rb") as f:
-            return sum(1 for line in f if line.strip())
-    return None
-
-
-def _num_problems(config: PipelineConfig) -> int | None:
-    """Return the largest number of problems that distillation may get; None if it is not known."""
-    return _num_rows(config.given.curate) if config.given.curate else _num_curated(config.curate)
-
-
-def _num_curated(curate: CurateConfig) -> int | None:
-    """Return the largest number of problems that a curation may keep; None if it is not known."""
-    from klear_core.data.curation.selection import sources_to_read
-    from klear_core.data.sources import source_name
-
-    select = curate.select
-    total = 0
-    for source in sources_to_read(curate):
-        count, cap = count_rows(source), select.caps.get(source_name(source))
-        if count is None and cap is None:
-            # One source of unknown size makes the sum unknown: only the limit for all of them is left.
-            return select.num_problems
-        total += min(known for known in (count, cap) if known is not None)
-    return min(total, select.num_problems or total)
-
-
-def _num_rows(sources: Sequence[Source]) -> int | None:
-    """Return the rows of all sources together; None if the number of one is not known."""
-    counts = [count_rows(source) for source in sources]
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
-
-
-def _num_traces(config: PipelineConfig) -> int | None:
-    """Return the most traces that there may be for SFT, as if all were kept; None if it is not known."""
-    if config.given.distill:
-        return _num_rows(config.given.distill)
-    problems = _num_problems(config)
-    limit = config.distill.max_problems
-    asked = limit if problems is None else min(problems, limit or problems)
-    return None if asked is None else asked * config.distill.samples_per_problem
-
-
 def _tag(stage: Stage, tag: TagConfig, config: PipelineConfig) -> StageEstimate:
-    # The problems of RL may be others than those of distillation.
-    job = stage_of_problems(stages_of(config), stage).job
-    given = [use.source for use in job.sources_in(stage.section)]
-    problems = _num_curated(job.curate) if isinstance(job, CurateJob) else _num_rows(given)
+    problems = num_problems_of(stage, config)
     answers = None if problems is None else problems * tag.samples_per_problem
     note = f"{answers or 'unknown number of'} answers of the tagger"
     return _answers_here(stage, config, answers, most_tokens=tag.sampling.max_new_tokens, note=note)
@@ -225,7 +145,7 @@ def _sampled_model(use: EngineUse | None, config: PipelineConfig) -> ModelConfig
 
 
 def _distill(stage: Stage, config: PipelineConfig) -> StageEstimate:
-    traces = _num_traces(config)
+    traces = num_traces(config)
     teacher = config.distill.teacher
     if isinstance(teacher, LocalTeacherConfig):
         note = f"{traces or 'unknown number of'} traces by a model here"
@@ -242,8 +162,42 @@ def _distill(stage: Stage, config: PipelineConfig) -> StageEstimate:
     return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, note=note)
 
 
-def _sft(stage: Stage, config: PipelineConfig, size: ModelSize | None) -> StageEstimate:
-    sft, all_rows = config.sft, _sft_rows(config)
+def _size_of(stage: Stage, config: PipelineConfig, size: ModelSize | None) -> ModelSize | None:
+    """Return the size of the model that an SFT stage trains: `size`, or that of a teacher."""
+    base = next(one.job for one in stages_of(config) if one.name == stage.inputs["model"])
+    return planned_size(base.model) if isinstance(base, BaseJob) else size
+
+
+def _opd_scores(stage: Stage, job: OpdScoresJob, config: PipelineConfig) -> StageEstimate:
+    """A forward pass over prompts and answers, at the share of the peak that training's products reach."""
+    assert config.opd is not None
+    answers = num_opd_answers(next(one for one in stages_of(config) if one.name == stage.inputs["rollouts"]), config)
+    longest = config.opd.rollouts.max_prompt_tokens + job.sampling.max_new_tokens
+    tokens = None if answers is None else answers * longest
+    use, hours = stage.engine(), None
+    if tokens is not None and use is not None and isinstance(use.engine, VllmEngineConfig):
+        size = planned_size(_sampled_model(use, config))
+        if size is not None:
+            reached = config.hardware.peak_tflops * 1e12 * _PRODUCTS_REACH
+            hours = _flops(size, tokens, longest, operations=_FORWARD_FLOPS) / reached / 3600
+    note = f"{answers or 'unknown number of'} answers scored by the teacher" + ("" if use else ", which is served")
+    return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, gpu_hours=hours, note=note)
+
+
+def _opd(stage: Stage, job: OpdJob, config: PipelineConfig, size: ModelSize | None) -> StageEstimate:
+    train, training = job.train, job.train.as_rl(job.rollouts)
+    longest = job.rollouts.max_prompt_tokens + job.rollouts.sampling.max_new_tokens
+    tokens, hours = train.num_steps * train.rows_per_step * longest, None
+    if size is not None and train.dtype == "bfloat16":
+        flops = training_flops(training, size, tokens, longest)
+        hours = flops / learning_speed(config.hardware, size, training, longest) / 3600
+    note = f"{train.num_steps} steps of {train.rows_per_step} answers"
+    found = _training(config, stage, training, size, tokens=tokens, note=note)
+    return replace(found, gpu_hours=hours)
+
+
+def _sft(stage: Stage, config: PipelineConfig, sft: SftConfig, size: ModelSize | None) -> StageEstimate:
+    all_rows = sft_rows(config, sft)
     rows = [all_rows] if all_rows else []
     if sft.max_steps:
         rows.append(sft.max_steps * sft.rows_per_step)
@@ -290,7 +244,7 @@ def _on_host(size: ModelSize | None, training: SftConfig | RlConfig) -> str:
 
 def _evaluate(config: PipelineConfig, size: ModelSize | None, stages: Collection[Stage]) -> StageEstimate:
     """Return the estimate of all evaluations together: only their models differ."""
-    counts = [_benchmark_rows(b) for b in config.benchmarks]
+    counts = [benchmark_rows(b) for b in config.benchmarks]
     use = next(iter(stages)).engine()
     memory = None if size is None or use is None else _weights_gb(size, use)
     unknown = [b.name for b, count in zip(config.benchmarks, counts, strict=True) if count is None]
@@ -317,10 +271,6 @@ def _weights_gb(size: ModelSize, use: EngineUse) -> float:
     return size.num_params * VALUE_BYTES[use.engine.dtype] / 1e9
 
 
-def _benchmark_rows(benchmark: BenchmarkConfig) -> int | None:
-    return benchmark.expected_rows or count_rows(benchmark.source)
-
-
 # ---- cost ----
 # Estimate the GPU-hours of a stage: arithmetic of training at an assumed MFU, and decoding at an assumed bandwidth.
 
@@ -328,8 +278,8 @@ def _benchmark_rows(benchmark: BenchmarkConfig) -> int | None:
 _TRAINING_FLOPS = 6
 """Operations per weight and token: multiply and add, once forward and twice backward. Recomputation is not counted, as
 is usual for MFU."""
-_OLD_LOGP_FLOPS = 2
-"""The same of the forward pass that computes old log-probs in RL."""
+_FORWARD_FLOPS = 2
+"""The same of a forward pass alone: of old log-probs in RL, and of a teacher's."""
 _ASSUMED_GPU_GB = 80.0
 """Memory of a GPU, for the size of the KV cache, where `hardware.gpu_memory_gb` is not set."""
 
@@ -388,6 +338,12 @@ def gpus_held(stage: Stage) -> float | None:
     match stage.job:
         case SftJob(sft=sft):
             return sft.runtime.num_workers
+        case OpdJob(train=train):
+            return train.runtime.num_workers
+        case OpdRolloutsJob(rollouts=OpdRolloutsConfig(runtime=engines)):
+            num_engines = engines.num_engines
+        case OpdScoresJob(runtime=OpdTeacherConfig(runtime=engines)):
+            num_engines = engines.num_engines
         case TagJob(tag=TagConfig(runtime=engines)):
             num_engines = engines.num_engines
         case DistillJob(distill=DistillConfig(teacher=LocalTeacherConfig(runtime=engines))):
@@ -409,7 +365,7 @@ def _rl_flops(rl: RlConfig, size: ModelSize) -> float:
 
 def training_flops(rl: RlConfig, size: ModelSize, num_tokens: int, row_tokens: int) -> float:
     """Return the operations of updates, and of old log-probs, over so many tokens in rows of `row_tokens`."""
-    operations = _TRAINING_FLOPS + (_OLD_LOGP_FLOPS if rl.old_logps == "learner" else 0)
+    operations = _TRAINING_FLOPS + (_FORWARD_FLOPS if rl.old_logps == "learner" else 0)
     return _flops(size, num_tokens, row_tokens, operations=operations)
 
 

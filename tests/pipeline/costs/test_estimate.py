@@ -105,3 +105,39 @@ def test_a_benchmark_whose_rows_cannot_be_counted_is_named(tmp_path: Path) -> No
     config = PipelineConfig(benchmarks=(BenchmarkConfig(name="here", source=source),))
     (scored,) = estimate(config, ["evaluate_rl"])
     assert (scored.max_tokens, scored.note) == (None, "unknown number of problems in here")
+
+
+def opd_config(**opd: object) -> PipelineConfig:
+    curate = CurateConfig(sources=(ProceduralSource(num_problems=100),))
+    rollouts = {"samples_per_prompt": 3, "max_prompt_tokens": 20, "sampling": {"max_new_tokens": 80}, "num_prompts": 10}
+    train = {"num_steps": 4, "rows_per_step": 6}
+    return PipelineConfig.model_validate({"curate": curate, "opd": {"rollouts": rollouts, "train": train, **opd}})
+
+
+def test_distillation_is_counted_in_answers_and_rows_of_full_length() -> None:
+    """10 prompts of up to 20 tokens, 3 answers of up to 80 each; 4 steps of 6 rows."""
+    rows = {row.stage: row for row in estimate(opd_config())}
+    assert rows["opd_rollouts"].max_tokens == 10 * 3 * 80
+    assert rows["opd_scores"].max_tokens == 10 * 3 * (20 + 80)
+    assert rows["opd"].max_tokens == 4 * 6 * (20 + 80)
+
+
+def test_a_teachers_gpu_hours_are_those_of_a_forward_pass_and_a_served_one_has_none() -> None:
+    """Two operations a weight and token, at .51 of 989 TFLOP/s; attention over 100 tokens is next to nothing."""
+    source = {"kind": "given", "model": {"repo": "Qwen/Qwen3-8B", "revision": "0" * 40}}
+    engine = {"kind": "vllm"}
+    (scores,) = estimate(opd_config(teacher={"source": source, "engine": engine}), ["opd_scores"])
+    assert scores.gpu_hours == pytest.approx(2 * 7.6e9 * 3000 / (0.51 * 989e12) / 3600, rel=0.05)
+    runtime = {"num_engines": 0, "endpoints": [{"base_url": "http://localhost/v1", "model": "m"}]}
+    (served,) = estimate(opd_config(teacher={"source": source, "engine": engine, "runtime": runtime}), ["opd_scores"])
+    assert (served.gpu_hours, served.note) == (None, "30 answers scored by the teacher, which is served")
+
+
+def test_a_teacher_that_is_trained_here_is_counted_by_its_own_settings() -> None:
+    """100 problems, a trace each: 3 epochs of rows of 50 tokens, where the student has 1 of 7."""
+    teacher = {"source": {"kind": "trained", "sft": {"num_epochs": 3, "max_tokens": 50}}}
+    config = opd_config(teacher=teacher).model_copy(update={"sft": SftConfig(num_epochs=1, max_tokens=7)})
+    rows = {row.stage: row for row in estimate(config, ["sft", "opd_teacher"])}
+    per_problem = config.distill.samples_per_problem
+    assert rows["sft"].max_tokens == 100 * per_problem * 7
+    assert rows["opd_teacher"].max_tokens == 100 * per_problem * 3 * 50
