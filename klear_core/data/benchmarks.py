@@ -277,6 +277,25 @@ _PLAIN_ANSWER = re.compile(r"-?\w[\w.,/ -]{0,60}")
 """Numbers and words, which are most answers and can always be read."""
 _NO_VALUE = re.compile(r"\\l?dots|[\s?!'\"`$#@~;:.,_|\\]+")
 """Punctuation alone; a sign (`<`) or brackets (`\\{\\}`) may be an answer."""
+_SIGN_ALONE = re.compile(r"[-\u2010-\u2015\u2212]{1,3}")
+_STANDS_FOR_NONE = re.compile(
+    r"(?:please )?(?:see|refer to|given in|shown in|as in) (?:the )?(?:attached |full |above |below |official )?"
+    r"(?:solutions?|explanations?|answers?|proofs?|figures?|images?|pictures?|diagrams?|graphs?|tables?|text|notes?|comments?"
+    r"|above|below|attached|attachment|work|student work|details|page|textbook)(?: above| below| for details)?"
+    r"|n\s*/\s*a|n\.a|not applicable|not available|not (?:given|provided)|no (?:answer|solution) (?:is )?(?:given|provided|available)"
+    r"|(?:the )?(?:answers?|responses?|solutions?|results?)? ?(?:will|may|can|could|should|might) vary|(?:answers?|responses?) var(?:y|ies)"
+    r"|(?:the )?proofs?(?: (?:by|using|of|is|omitted|complete|completed|required|follows|below|above|question|problem|problems|needed|"
+    r"left).{0,80})?|proven|proved|to be proved|q\.?\s*e\.?\s*d|(?:the )?(?:solution|answer|proof) (?:is )?omitted"
+    r"|left (?:as an exercise )?(?:to|for) the reader|tbd|to ?do|\?+|\[?(?:image|figure|picture|diagram|graph|img)s?\]?",
+    re.I,
+)
+"""Texts in the place of an answer that no response can equal; `None` and `undefined` are answers."""
+_IMAGE = re.compile(
+    r"!\[[^\]]*\]\([^()]*\)|<img\b[^<>]*>|\\includegraphics\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|\[asy\].*?\[/asy\]"
+    r"|\\begin\{tikzpicture\}.*?\\end\{tikzpicture\}|data:image/\S+|(?:https?://|www\.)\S+",
+    re.I | re.S,
+)
+_WRAPPERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox|boxed|emph)\s*(?=\{)|[{}$*]")
 _OPEN_END = re.compile(r"[\w})\]]\s*[=^_/]\s*$|\\(?:[dt]?frac|sqrt|[dt]?binom)\s*$|\\[dt]?frac\s*\{[^{}]*\}\s*$")
 """The end of an expression that lacks its last part; a sign at the end may be meant (`\\mathbb{R}^+`)."""
 _SHOWN = 20
@@ -295,6 +314,8 @@ def why_unreadable(reference: Reference, *, math: MathConfig, code: CodeConfig) 
     """Return why the judge can never use a reference, whatever the answer; empty if it can. Nothing is run."""
     match reference:
         case MathReference(answers=answers):
+            if all(map(stands_for_none, answers)):
+                return f"it states no answer: {answers[0]!r:.100}"
             if any(map(_PLAIN_ANSWER.fullmatch, answers)):
                 return ""
             usable = usable_references(answers, math)
@@ -307,6 +328,16 @@ def why_unreadable(reference: Reference, *, math: MathConfig, code: CodeConfig) 
             return reference_fault(reference, code) or ""
         case _:
             return ""
+
+
+def stands_for_none(answer: str) -> bool:
+    """Return whether a text in the place of an answer states none: `See solution`, `N/A`, `-`, `Proof`, an image."""
+    if not answer.strip():
+        return False  # empty, which is said elsewhere
+    text = " ".join(_WRAPPERS.sub(" ", _IMAGE.sub(" ", answer)).split()).strip(" .,;:!")
+    if not text or _SIGN_ALONE.fullmatch(text):
+        return True
+    return _STANDS_FOR_NONE.fullmatch(text.strip("()[] .")) is not None
 
 
 def check_references(

@@ -5,6 +5,7 @@ A whole reply in a shape that is not read is returned with its text, because ano
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -41,12 +42,19 @@ _UNSAID = frozenset(["", "null", "none", "finish_reason_unspecified", "unspecifi
 """Words for a reply that has not ended."""
 _REASONING_FIELDS = (
     "reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks", "reasoning_text", "thoughts",
+    "reasoningContent",
 )  # fmt: skip
 """Where servers put the reasoning beside the content: DeepSeek and older servers, vLLM, Ollama, OpenRouter, LiteLLM and
 others. Some send several of them with the same text, so the first that has any counts."""
-_END_FIELDS = ("finish_reason", "stop_reason", "native_finish_reason")
+_EXTRA_FIELDS = ("provider_specific_fields", "extra_content", "model_extra", "extra_fields", "additional_kwargs")
+"""Objects of a message in which gateways put the fields that are not OpenAI's."""
+_END_FIELDS = (
+    "finish_reason", "stop_reason", "native_finish_reason", "finishReason", "stopReason", "done_reason", "finish_details",
+)  # fmt: skip
 """Where servers say how a reply ended; the first that is filled counts."""
-_TEXT_KEYS = ("text", "content", "thinking", "reasoning", "summary", "value", "refusal")
+_TEXT_KEYS = (
+    "text", "content", "thinking", "reasoning", "summary", "value", "refusal", "reasoningContent", "reasoningText",
+)  # fmt: skip
 """Where a part of a list has its text, or further parts."""
 _MOST_NESTED = 8
 """Depth of parts within parts. Published shapes have three."""
@@ -168,7 +176,7 @@ class ReplyReader:
     def finish(self) -> TeacherReply:
         """Return the reply at the end of the response. Raise BadReplyError if it is not whole."""
         if self._is_json:
-            self._read_event(bytes(self._line))
+            self._read_body(bytes(self._line))
         # The last event may lack its empty line. A stream that was cut here ends within an event.
         elif not self.is_over_limit:
             self._read_line(bytes(self._line))
@@ -256,11 +264,25 @@ class ReplyReader:
             elif event not in _EMPTY_EVENTS:
                 self._read_event(event)
 
+    def _read_body(self, body: bytes) -> None:
+        """Read a body of JSON: one reply, or a stream with an event a line or in a list."""
+        lines = [line for line in body.splitlines() if line.strip()]
+        if len(lines) > 1 and all(line.lstrip().startswith(b"{") and _is_json(line) for line in lines):
+            self._is_json = False
+            for line in lines:
+                self._read_event(line)
+        else:
+            self._read_event(body)
+
     def _read_event(self, payload: bytes) -> None:
         try:
             event = json.loads(payload)
         except (ValueError, RecursionError) as e:  # also bytes that are no UTF-8
             raise BadReplyError("malformed", f"{type(e).__name__}: {e}; it starts with {payload[:100]!r}") from e
+        for completion in _completions_in(event):
+            self._read_completion(completion, payload)
+
+    def _read_completion(self, event: object, payload: bytes) -> None:
         if not isinstance(event, dict):
             self._keep_unread(event)  # the native protocol of TGI answers with a list
             if not self._unread_events:
@@ -279,7 +301,7 @@ class ReplyReader:
         if not choices:
             self._keep_unread(event)
         for choice in choices:
-            if not choice.get("index"):  # one is asked for; a server may send more, or call the only one null
+            if str(choice.get("index") or 0) == "0":  # one is asked for; a server may send more, or call the only one null
                 self._read_choice(choice)
 
     def _read_choice(self, choice: dict[str, Any]) -> None:
@@ -318,10 +340,11 @@ class ReplyReader:
 
     def _reasoning_apart(self, message: dict[str, Any]) -> list[Part]:
         """Return the reasoning in a field of its own, unless the pieces in another place had it before."""
-        for name in _REASONING_FIELDS:
-            if not message.get(name):
+        holders = [message, *(message[name] for name in _EXTRA_FIELDS if isinstance(message.get(name), dict))]
+        for holder, name in itertools.product(holders, _REASONING_FIELDS):
+            if not holder.get(name):
                 continue
-            parts = _listed_parts(message[name], "reasoning")
+            parts = _listed_parts(holder[name], "reasoning")
             # Alone, encrypted thinking is no reasoning, and another field may have it in plain text.
             if text := _joined(parts, "reasoning"):
                 return [] if self._is_repeated(text, name) else parts
@@ -354,6 +377,22 @@ class ReplyReader:
             self._output_tokens, self.has_usage = output, True
         if _is_count(given):
             self.input_tokens = given
+
+
+def _completions_in(event: object) -> Sequence[object]:
+    """Return the chat completions of a body: in a list, or inside an object of a gateway's own (`{"data": ...}`)."""
+    if isinstance(event, dict) and not event.get("choices"):
+        inner = [value for value in event.values() if isinstance(value, (dict, list))]
+        event = next((value for value in inner if any(map(_is_completion, _as_list(value)))), event)
+    return event if isinstance(event, list) and any(map(_is_completion, event)) else [event]
+
+
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_completion(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("choices"), list)
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -403,7 +442,7 @@ def _parts_of_dict(part: dict[str, Any], kind: PartKind, depth: int) -> Iterator
     if re.search(r"tool|function", name):
         yield "tool", json.dumps(part)
         return
-    if re.search(r"think|thought|reason", name) or part.get("thought") is True:
+    if re.search(r"think|thought|reason", name) or part.get("thought") is True or "reasoningContent" in part:
         kind = "reasoning"
     elif "refusal" in name:
         kind = "refusal"

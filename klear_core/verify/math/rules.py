@@ -43,6 +43,7 @@ _LABEL = re.compile(
 _READ_AS_LIST = re.compile(r",\s*(?:\\[,;:> ]|~)")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*\\?%")
 _EITHER = re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*OR\s*\}")
+_POINT_NAME = re.compile(r"^[A-Z]'?\s*=?\s*(?=\([^()]*,[^()]*\)$)")
 _MAX_COMBINATIONS = 16
 """Most combinations of the readings of several boxes that algebra compares; more are rare, and are left out."""
 
@@ -164,6 +165,8 @@ def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
     choice = choice_verdict(gold, answer) if cfg.choices == "letter" else None
     if choice is not None:
         return choice
+    if gold.startswith("(") or answer.startswith("("):
+        gold, answer = _POINT_NAME.sub("", gold), _POINT_NAME.sub("", answer)
     gold, answer = in_digits(gold), in_digits(answer)
     same = _first(same_text_or_integers(gold, answer), _word_verdict(gold, answer), _based_verdict(gold, answer))
     if same is not None:

@@ -148,15 +148,17 @@ _FUNCTIONS = r"ln|log|exp|sin|cos|tan|cot|csc|arcsin|arccos|arctan|sinh|cosh|tan
 _TAGS = r"b|strong|i|em|u|p|br|code|span|div|answer|math|font|center|mark|big|small"
 _MONEY_SIGN = r"\\text\s*\{\s*\\?\$\s*\}|\\mathrm\s*\{\s*\\?\$\s*\}|\\textdollar|\b(?:US|CA|AU|HK|NZ|C|A)\s*\\\$"
 
+_OHM = r"(?:\\(?:text|mathrm)\s*\{\s*)?([kM]?)\s*\}?\s*\\Omega\s*\}?"
+
 COMMANDS: tuple[Rewrite, ...] = tuple(
     (needs.split(), re.compile(pattern), replacement)
     for needs, pattern, replacement in (
         # What a reader does not see.
-        ("color", rf"\\(?:text)?color\s*\{{\s*{_WHITE}\s*\}}(?:{_GROUP}|[^{{}}]*)", " "),
+        ("color", rf"\\(?:text|math)?color\s*\{{\s*{_WHITE}\s*\}}(?:{_GROUP}|[^{{}}]*)", " "),
         ("~~ <", r"~~[^~]+~~|<(?:s|del|strike)>.*?</(?:s|del|strike)>|<!--.*?-->", " "),
         (r"phantom label tag space cancel sout \st invisible hide", rf"\\(?:{_HIDDEN}){_GROUP}", " "),
         # Colours: what is coloured stays.
-        ("color", r"\\(?:text)?color\s*(?:\[[a-zA-Z]+\])?\s*\{[^{}]*\}", " "),
+        ("color", r"\\(?:text|math)?color\s*(?:\[[a-zA-Z]+\])?\s*\{[^{}]*\}", " "),
         ("colorbox", r"\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}|\\colorbox\s*\{[^{}]*\}", r"\\fbox"),
         (
             "bbox class style cssId enclose",
@@ -176,9 +178,11 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         # The imaginary unit and Euler's number.
         (r"\mathrm \text", r"\\(?:mathrm|text)(?:\{([ie])\}|\s+([ie])(?![a-zA-Z]))", r" \1\2 "),
         (r"\operatorname \mathrm \text", rf"\\(?:operatorname\*?|mathrm|text)\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
+        (r"\imath \jmath", r"\\([ij])math(?![a-zA-Z])", r" \1 "),
         (r"\vec \overrightarrow", r"\\(?:vec|overrightarrow)\s*\{?\s*([a-zA-Z])(?![a-zA-Z])\s*\}?", r" \1 "),
         ("cis", r"\\(?:operatorname|mathrm|text)\s*\{\s*cis\s*\}", r"\\cis "),
         (r"\text", r"\\text\s*\{\s*(-?\d+(?:\.\d+)?)\s*\}", r"\1"),
+        (r"\text", r"\\text\s*\{\s*([()\[\],;:.])\s*\}", r"\1"),
         ("...", r"\.{3,}", r"\\ldots "),
         # Money
         (r"$ \textdollar", rf"(?:{_MONEY_SIGN})", r"\\$"),
@@ -188,6 +192,11 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         # Degrees
         ("^", r"\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{\s*o\s*\}|o(?![a-zA-Z]))\s*\}?", r"^\\circ "),
         (r"\deg", r"\\deg(?:ree)?" + _END, r"^\\circ "),
+        (r"\circ", r"\\(?:text|mathrm)\s*\{\s*\^\{?\s*\\circ\s*\}?\s*([CF]?)\s*\}", r"^\\circ \1"),
+        ("'", r"^(-?\d+)\s*(?:'|\^\{?\\prime\}?)\s*$", r"\1\\text{ arcminutes}"),
+        # Other units
+        (r"\Omega", rf"(?<=\d)(?:\\[,;:! ]|\s|~)*{_OHM}\s*$", r"\\text{ \1Ω}"),
+        ("o'clock", r"\s*(?:\\text\s*\{\s*o'clock\s*\}|o'clock)", ""),
         # Brackets
         (r"\left \right", r"\\left\s*\\\{\s*(?=\\begin)|\\right\s*\.", " "),
         (r"\left", r"\\left\s*\]", "("),
@@ -221,7 +230,8 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
 
 # Wrappers of the whole value -----------------------------------------------------------------------------------------
 
-_FRAMED = re.compile(rf"\\(?:{_FONTS}|fbox|boxed|framebox)\s*(?=\{{)")
+_NAMED_FRAMES = r"hl|highlight|answer|ans|finalanswer|final|result|solution"
+_FRAMED = re.compile(rf"\\(?:{_FONTS}|{_NAMED_FRAMES}|fbox|boxed|framebox)\s*(?=\{{)")
 _PAIRS = (
     *(("**", "**"), ("__", "__"), ("`", "`"), ("*", "*"), ("_", "_")),
     *(('"', '"'), ("'", "'"), ("$$", "$$"), ("$", "$")),
@@ -231,6 +241,9 @@ _PAIRS = (
 _LEADING = re.compile(
     r"^(?:\\(?:therefore|because|implies|Rightarrow|Longrightarrow|rightarrow|longrightarrow|to|quad|qquad)(?![a-zA-Z])"
     r"|\\[,;:! ]|=>|=(?!=)|:|&|\\\\"
+    r"|\\text\s*\{\s*(?i:there (?:are|is)(?: exactly)?|we (?:get|have|obtain)|(?:so|thus|hence|therefore),?"
+    r"|(?:the )?(?:final |correct )?(?:answer|result|value|total|solution)(?: is| equals)?)\s*:?\s*\}\s*:?\s*(?=[-\d\\(])"
+    r"|(?i:there (?:are|is)(?: exactly)?|the year)\s+(?=\d)"
     r"|(?:\*\*)?(?:the )?(?:final |correct )?(?i:answer|ans)(?: is)?\s*:\s*(?:\*\*)?(?=.))\s*"
 )
 _TRAILING = re.compile(
@@ -330,6 +343,8 @@ def _joined_lines(match: re.Match[str]) -> str:
     is_array = match[1] in ("array", "cases")
     if any("&" in row for row in rows):
         return match[0]
+    if len(rows) == 1 and r"\text" not in rows[0]:
+        return rows[0]
     if is_array and not all(_RELATION.search(row) for row in rows):
         return match[0]
     if is_array and any(re.search(r"\\text|\bif\b", row) for row in rows):

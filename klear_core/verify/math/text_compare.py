@@ -76,7 +76,7 @@ def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraCom
     gold, gold_percent = _strip_percent(gold)
     answer, answer_percent = _strip_percent(answer)
     sides = _values(gold, answer, cfg)
-    if sides is None:
+    if sides is None or (gold_percent and cfg.units != "ignore" and split_unit(answer)[1].dimensions):
         return False
     pairs = [sides]  # the readings of `73%`, one of which must be equal: as 73, as 0.73, or both
     if gold_percent != answer_percent and cfg.percent != "ignore":
@@ -257,7 +257,7 @@ def in_digits(text: str) -> str:
     """Write number words as digits, and take a number or a list of letters out of the one `\\text{}` around it."""
     wrapper = ONE_WRAPPER.fullmatch(text)
     inner = wrapper[1].strip() if wrapper is not None else text
-    value = spoken_number(inner)
+    value = spoken_number(inner.rstrip("."))
     if value is not None:
         return as_text(value)
     return inner if inner[:1].isdigit() or _LETTER_LIST.fullmatch(inner) else text

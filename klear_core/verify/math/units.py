@@ -196,9 +196,14 @@ def units_fit(gold: Unit, answer: Unit) -> bool:
     if gold.noun and answer.noun and not _same_noun(gold.noun, answer.noun):
         return False
     if gold.dimensions and answer.dimensions:
-        return gold.dimensions == answer.dimensions or _are_both_degrees(gold.dimensions, answer.dimensions)
+        are_same = gold.dimensions == answer.dimensions or {gold, answer} == _POUNDS
+        return are_same or _are_both_degrees(gold.dimensions, answer.dimensions)
     counted, measured = (gold, answer) if answer.dimensions else (answer, gold)
     return not (counted.noun and measured.dimensions)
+
+
+_POUNDS = {Unit(dimensions=(("pound sterling", 1),)), Unit(dimensions=(("g", 1),), size=Fraction("453.59237"))}
+"""`5 pounds` is money where the reference is."""
 
 
 def _same_noun(gold: str, answer: str) -> bool:

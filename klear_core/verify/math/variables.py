@@ -39,6 +39,9 @@ _DIFFERENTIAL = re.compile(r"(?<![\\a-zA-Z])d\s*(?P<letters>[a-z])(?![a-zA-Z])")
 _STATEMENT = re.compile(r"[<>]|\\(?:le|ge|neq|in|ni|mid|equiv)(?![a-zA-Z])")
 _LETTER = re.compile(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|[a-zA-Z]")
 _CONSTANT = re.compile(r"(\+\s*)([A-Zck])$")
+_NUMBERED_CONSTANT = re.compile(r"(?<![\\a-zA-Z])([Cc])_\{?[01]\}?(?!\d)")
+_HEAD = re.compile(r"\s*([a-zA-Z](?:\s*\([^()]*\))?)\s*=(?!=)")
+_CONSTANTS, _INTEGERS = frozenset("CcKkA"), frozenset("jklmn")
 _FRESH = "uvwpqhsrabjkmnlzyxt"
 
 
@@ -54,7 +57,7 @@ class _Bound:
 
 def with_same_bound_names(gold: str, answer: str) -> tuple[str, str] | None:
     """Return both texts with the same names for what they bind; None if they range over different sets."""
-    gold, answer = _same_constant(gold, answer)
+    gold, answer = _same_parameter(*_same_constant(gold, answer))
     gold_bound, answer_bound = _read(gold), _read(answer)
     if gold_bound.domain and answer_bound.domain and gold_bound.domain != answer_bound.domain:
         return None
@@ -121,6 +124,9 @@ def _read_set(text: str) -> _Bound | None:
         # `\{2k : k \in \mathbb{Z}\}` is `2k, k \in \mathbb{Z}`
         return _Bound(text=found["left"], letters=(member["name"],), domain=re.sub(r"[\s{}]", "", member["set"]))
     names = _NAMES.fullmatch(found["left"])
+    ranging = _letters(found["right"])
+    if names is None and len(ranging) == 1 and ranging <= _letters(found["left"]):
+        return _Bound(text=re.sub(r"\s*\\mid(?![a-zA-Z])\s*", ":", text), letters=tuple(ranging))
     if names is not None:
         return _Bound(text=re.sub(r"\s*\\mid(?![a-zA-Z])\s*", ":", text), letters=_split_names(names["letters"]))
     return None
@@ -137,6 +143,25 @@ def _same_constant(gold: str, answer: str) -> tuple[str, str]:
     if gold_end is None or answer_end is None or gold_end[2] != "C" or answer.count(answer_end[2]) > 1:
         return gold, answer
     return gold, answer[: answer_end.start()] + answer_end[1] + "C"
+
+
+def _same_parameter(gold: str, answer: str) -> tuple[str, str]:
+    """Name a free parameter as the reference does: `y=Ke^x` is `y=Ce^x`, and `n=3m+1` is `n=3k+1`.
+
+    It is free if it is the only letter in which the texts differ, and is named as constants or integers are.
+    """
+    if "_" not in gold or "_" not in answer:
+        gold, answer = (_NUMBERED_CONSTANT.sub(r"\1", text) for text in (gold, answer))
+    old, new = _letters(answer) - _letters(gold), _letters(gold) - _letters(answer)
+    if len(old) != 1 or len(new) != 1:
+        return gold, answer
+    names = old | new
+    heads = [_HEAD.match(text) for text in (gold, answer)]
+    is_equation = heads[0] is not None and heads[1] is not None and not names & _letters(heads[0][1] + heads[1][1])
+    is_periodic = r"\pi" in gold and _letters(gold) == new
+    if (names <= _CONSTANTS and is_equation) or (names <= _INTEGERS and (is_equation or is_periodic)):
+        return gold, _renamed(answer, {old.pop(): new.pop()})
+    return gold, answer
 
 
 def _split_names(text: str) -> tuple[str, ...]:

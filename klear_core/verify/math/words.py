@@ -32,6 +32,24 @@ _ANYWHERE = {
     "Friday": "freitag vendredi viernes venerdì пятница 星期五 周五 金曜日 금요일 sexta-feira",
     "Saturday": "samstag sonnabend samedi sábado sabado sabato суббота 星期六 周六 土曜日 토요일",
     "Sunday": "sonntag dimanche domingo domenica воскресенье 星期日 星期天 周日 日曜日 일요일",
+    "January": "januar janvier enero janeiro gennaio январь января 一月",
+    "February": "februar février febrero fevereiro febbraio февраль февраля 二月",
+    "March": "märz marzo março март марта 三月",
+    "April": "avril abril aprile апрель апреля 四月",
+    "May": "maggio май мая 五月",
+    "June": "juni juin junio junho giugno июнь июня 六月",
+    "July": "juli juillet julio julho luglio июль июля 七月",
+    "August": "août agosto август августа 八月",
+    "September": "septembre septiembre setembro settembre сентябрь сентября 九月",
+    "October": "oktober octobre octubre outubro ottobre октябрь октября 十月",
+    "November": "novembre noviembre novembro ноябрь ноября 十一月",
+    "December": "dezember décembre diciembre dezembro dicembre декабрь декабря 十二月",
+    "red": "rouge rojo vermelho красный 红 红色 紅色 赤",
+    "blue": "blau bleu azul синий 蓝 蓝色 青",
+    "green": "grün vert verde зелёный зеленый 绿 绿色 緑",
+    "yellow": "gelb jaune amarillo amarelo giallo жёлтый желтый 黄 黄色",
+    "black": "schwarz noir negro preto nero чёрный черный 黑 黑色 黒",
+    "white": "weiß blanc blanco branco bianco белый 白 白色",
     "meters": "метров метра метр mètres mètre metros metro metri 米 メートル 미터",
     "centimeters": (
         "zentimeter сантиметров сантиметра сантиметр centimètres centimètre centímetros centímetro centimetri 厘米"
@@ -78,6 +96,9 @@ _ALONE = {
         "keine_lösung keine_lösungen pas_de_solution pas_de_solutions aucune_solution sin_solución sin_soluciones "
         "no_hay_solución no_hay_soluciones нет_решений решений_нет нет_решения nessuna_soluzione sem_solução"
     ),
+    "red": "rot rosso",
+    "March": "mars",
+    "May": "mai mayo maio",
     "none": "keine aucun aucune ninguno ninguna nessuno nenhum",
     "all real numbers": (
         "alle_reellen_zahlen tous_les_réels todos_los_números_reales все_действительные_числа 全体实数 所有实数"

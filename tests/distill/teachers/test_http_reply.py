@@ -244,6 +244,13 @@ MESSAGES: dict[str, dict[str, object]] = {
     "LiteLLM's parts": {"reasoning_content": "2+2=4", "content": [THOUGHT, {"type": "text", "text": "4"}]},
     "an object": {"reasoning": {"content": "2+2=4"}, "content": "4"},
     "no tools": {"reasoning": "2+2=4", "content": "4", "tool_calls": [], "function_call": None, "refusal": False},
+    "LiteLLM's own field": {"content": "4", "provider_specific_fields": {"reasoning_content": "2+2=4"}},
+    "LangChain": {"content": "4", "additional_kwargs": {"reasoning_content": "2+2=4"}},
+    "camel case": {"content": "4", "reasoningContent": "2+2=4"},
+    "Bedrock": {"content": [{"reasoningContent": {"reasoningText": {"text": "2+2=4", "signature": "Eq"}}}, {"text": "4"}]},
+    "Gemini": {"content": [{"text": "2+2=4", "thought": True}, {"text": "4"}]},
+    "a list as the thinking": {"reasoning_content": [{"type": "text", "text": "2+2=4"}], "content": ["4"]},
+    "tags in capitals": {"content": "<THINK>2+2=4</THINK>4"},
     "tags in parts": {"content": [{"type": "text", "text": "<think>2+2=4</think>"}, {"type": "text", "text": "4"}]},
 }
 
@@ -274,6 +281,34 @@ def test_each_servers_word_for_the_end_is_known(words: str, expected: str) -> No
         streamed_reply = read_reply(event(message) + event(finish_reason=word))
         assert (streamed_reply.finish_reason, streamed_reply.answer) == (expected, "4"), word
     assert read_reply(payload(message, {"type": "max_tokens"})).finish_reason == "length"
+
+
+BODY = {"choices": [{"index": "0", "message": {"content": "4", "reasoning": "2+2=4"}, "finish_reason": "stop"}]}
+STEPS = [
+    {"choices": [{"index": 0, "delta": {"reasoning": "2+2=4"}}]},
+    {"choices": [{"delta": {"content": "4"}, "finishReason": "STOP"}]},
+]
+WRAPPED: list[object] = [BODY, [BODY], {"data": BODY}, {"code": 0, "msg": "ok", "result": BODY}, {"response": [BODY]}, STEPS]
+
+
+@pytest.mark.parametrize("body", WRAPPED)
+def test_a_completion_in_a_list_or_in_an_object_of_a_gateway_is_read(body: object) -> None:
+    reply = read_reply(json.dumps(body).encode())
+    assert (reply.reasoning, reply.answer, reply.finish_reason) == ("2+2=4", "4", "stop")
+
+
+@pytest.mark.parametrize("end", ["finishReason", "stop_reason", "done_reason", "finish_details"])
+def test_the_end_may_have_another_name(end: str) -> None:
+    choice = {"message": {"content": "4", "reasoning": "2+2=4"}, end: {"type": "stop"} if "details" in end else "stop"}
+    assert read_reply(json.dumps({"choices": [choice]}).encode()).finish_reason == "stop"
+
+
+def test_a_stream_of_lines_of_json_is_read_and_one_without_its_end_was_broken_off() -> None:
+    lines = [json.dumps(step).encode() + b"\n" for step in STEPS]
+    reply = read_reply(b"".join(lines))
+    assert (reply.reasoning, reply.answer, reply.finish_reason) == ("2+2=4", "4", "stop")
+    with pytest.raises(BadReplyError, match="broken off"):
+        read_whole(lines[0] + lines[0])
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "python", "arguments": "print(4)"}}

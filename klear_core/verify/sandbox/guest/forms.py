@@ -8,6 +8,7 @@ import inspect
 import io
 import itertools
 import math
+import os
 import re
 import sys
 import types
@@ -99,14 +100,15 @@ class Skipped(Exception):  # noqa: N818  pytest's name
 class Fixture:
     """A function marked as a fixture."""
 
-    def __init__(self, function, params=None, autouse=False):
-        self.function, self.params, self.autouse = function, params, autouse
+    def __init__(self, function, params=(), autouse=False, scope="function"):
+        self.function, self.params, self.autouse = function, list(params or ()), autouse
+        self.is_shared = scope != "function"
 
 
-def fixture(function=None, *_, params=None, autouse=False, **__):
+def fixture(function=None, *, params=(), autouse=False, scope="function", **__):
     if callable(function):
         return Fixture(function)
-    return lambda f: Fixture(f, params, autouse)
+    return lambda f: Fixture(f, params, autouse, scope)
 
 
 def _skip(reason=""):
@@ -170,6 +172,15 @@ class MonkeyPatch:
         patch = self.patch(target, name) if isinstance(target, str) else self.patch.object(target, name, *value)
         self.stack.enter_context(patch)
 
+    def delattr(self, target, name):
+        own = getattr(target, name)
+        delattr(target, name)
+        self.stack.callback(setattr, target, name, own)
+
+    def delenv(self, name, raising=True):
+        self.setenv(name, "")
+        del os.environ[name]
+
     def setitem(self, target, key, value):
         self.stack.enter_context(self.patch.dict(target, {key: value}))
 
@@ -189,6 +200,18 @@ def pytest_module():
 
 def run_forms(names, called):
     """Run test functions, test classes and unittest's cases that the tests define and do not call themselves."""
+    with contextlib.ExitStack() as shared:
+        _run_forms(names, called, Shared(shared))
+
+
+class Shared:
+    """The values of fixtures that several tests share, and what ends them."""
+
+    def __init__(self, stack):
+        self.stack, self.values = stack, {}
+
+
+def _run_forms(names, called, shared):
     unittest = sys.modules.get("unittest")  # costs time, and is there if the tests have imported it
     for name, value in list(names.items()):
         if (
@@ -202,9 +225,9 @@ def run_forms(names, called):
             for method in [m for m in vars(value) if m.startswith("test")]:
                 instance = value()
                 getattr(instance, "setup_method", lambda: None)()
-                run_function(getattr(instance, method), names, getattr(value, "_klear_rows", []))
+                run_function(getattr(instance, method), names, shared, getattr(value, "_klear_rows", []))
         elif name.startswith("test") and isinstance(value, types.FunctionType) and name not in called:
-            run_function(value, names)
+            run_function(value, names, shared)
 
 
 def _run_cases(case):
@@ -221,7 +244,7 @@ def _reraise(error):
         raise error[1]
 
 
-def run_function(function, names, rows_of_class=()):
+def run_function(function, names, shared, rows_of_class=()):
     """Run one test once for each combination of its parameters, and those of its class."""
     if getattr(function, "_klear_skips", False):
         return
@@ -229,18 +252,21 @@ def run_function(function, names, rows_of_class=()):
     for argument_names, values in [*rows_of_class, *getattr(function, "_klear_rows", [])]:
         listed = argument_names.replace(" ", "").split(",") if isinstance(argument_names, str) else argument_names
         rows.append([(listed, v.values if isinstance(v, Param) else (v,) if len(listed) == 1 else v) for v in values])
-    for combination in itertools.product(*rows):
+    given_names = [name for row in rows for listed, _ in row[:1] for name in listed]
+    needed = [name for name in inspect.signature(function).parameters if name not in given_names]
+    needed = [n for n, value in names.items() if isinstance(value, Fixture) and value.autouse and n not in needed] + needed
+    used = _used_fixtures(needed, names)
+    chosen = [[(name, value) for value in names[name].params] for name in used if names[name].params]
+    for combination, params in itertools.product(itertools.product(*rows), itertools.product(*chosen)):
         given = {}
         for listed, values in combination:
             given.update(zip(listed, values))  # noqa: B905  Python 3.9
         with contextlib.ExitStack() as stack:
-            cache = {}
-            for fixture_name, value in list(names.items()):
-                if isinstance(value, Fixture) and value.autouse:
-                    _fixture_value(fixture_name, names, stack, cache)
-            for name in inspect.signature(function).parameters:
-                if name not in given:
-                    given[name] = _fixture_value(name, names, stack, cache)
+            made = Made(names, shared, stack, dict(params))
+            for name in needed:
+                value = made.value(name)
+                if name in inspect.signature(function).parameters:
+                    given[name] = value
             try:
                 finish(function(**given))
             except Skipped:
@@ -255,25 +281,53 @@ def finish(result):
         asyncio.run(result)
 
 
-def _fixture_value(name, names, stack, cache):
-    if name in cache:
-        return cache[name]
-    if name == "capsys":
-        cache[name] = Capture()
-        stack.enter_context(contextlib.redirect_stdout(cache[name].out))
-        stack.enter_context(contextlib.redirect_stderr(cache[name].err))
-    elif name == "monkeypatch":
-        cache[name] = MonkeyPatch(stack)
-    elif isinstance(names.get(name), Fixture):
-        function = names[name].function
-        needed = inspect.signature(function).parameters
-        value = function(**{n: _fixture_value(n, names, stack, cache) for n in needed if n != "request"})
-        if inspect.isgenerator(value):
-            stack.callback(lambda: next(value, None))
-            value_now = next(value)
+def _used_fixtures(needed, names):
+    """Return the names of the fixtures that these need, and of those that these need in turn."""
+    used, queue = [], list(needed)
+    while queue:
+        name = queue.pop(0)
+        if isinstance(names.get(name), Fixture) and name not in used:
+            used.append(name)
+            queue += inspect.signature(names[name].function).parameters
+    return used
+
+
+class Made:
+    """Makes the fixtures of one test."""
+
+    def __init__(self, names, shared, stack, params):
+        self.names, self.shared, self.stack, self.params = names, shared, stack, params
+        self.values = {}
+
+    def value(self, name):
+        if name in self.values:
+            return self.values[name]
+        if name == "capsys":
+            made = Capture()
+            self.stack.enter_context(contextlib.redirect_stdout(made.out))
+            self.stack.enter_context(contextlib.redirect_stderr(made.err))
+        elif name == "monkeypatch":
+            made = MonkeyPatch(self.stack)
+        elif isinstance(self.names.get(name), Fixture):
+            made = self._of(name, self.names[name])
         else:
-            value_now = value
-        cache[name] = value_now
-    else:
-        raise CannotSendError("the test's argument %r is no fixture that is known here" % name)
-    return cache[name]
+            raise CannotSendError("the test's argument %r is no fixture that is known here" % name)
+        self.values[name] = made
+        return made
+
+    def _of(self, name, fixture):
+        key = name, repr(self.params.get(name))
+        if fixture.is_shared and key in self.shared.values:
+            return self.shared.values[key]
+        stack = self.shared.stack if fixture.is_shared else self.stack
+        param = self.params.get(name)
+        param = param.values[0] if isinstance(param, Param) else param
+        request = types.SimpleNamespace(param=param, addfinalizer=stack.callback, fixturename=name)
+        needed = inspect.signature(fixture.function).parameters
+        made = fixture.function(**{n: request if n == "request" else self.value(n) for n in needed})
+        if inspect.isgenerator(made):
+            stack.callback(next, made, None)
+            made = next(made)
+        if fixture.is_shared:
+            self.shared.values[key] = made
+        return made

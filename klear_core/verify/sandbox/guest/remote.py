@@ -1,15 +1,18 @@
 """Runs inside a jailed child as module `klear_remote`: what stands for the program's objects on the tests' side."""
 
 import builtins
+import collections.abc
 import operator
 import os
 import sys
-import threading
 import types
 import warnings
 
-from klear_values import CannotSendError, ListNode, TreeNode, Wire, receive, send
+from klear_turns import Turns
+from klear_values import CannotSendError, ListNode, TreeNode, Wire
 
+INPUTS = ("input", builtins), ("stdin", sys), ("print", builtins), ("open", builtins)
+"""What the program uses of the tests if they replace it."""
 _OPERATORS = "getitem setitem delitem contains eq ne lt le gt ge add sub mul truediv floordiv mod pow neg index".split()
 REMOTE_METHODS = {"__%s__" % f.__name__: f for f in (iter, next, len, bool, hash, str, repr, abs, int, float)}
 """What the program may do with objects of the tests, beside calling them and their public methods."""
@@ -23,11 +26,12 @@ class Tester:
     """Runs the tests; every use of the program's names goes to the other jail and back."""
 
     def __init__(self):
+        Tester.current = self
         self.wire = Wire(self, 0)
+        self.turns = Turns(self.wire, self._call_back, self._read, take=self._repeat)
         self.depth = 0
         self.proxies = {}
-        self.lock = threading.RLock()
-        self.own_input = builtins.input, sys.stdin
+        self.own = [(name, holder, getattr(holder, name)) for name, holder in INPUTS]
         self.watched = {}  # what the tests replace in modules of the standard library, and its own value
         self.observe = ()  # "warnings" and "logging", if the tests look at them
         self.environ = None  # as the program has it, if the tests change it
@@ -36,7 +40,8 @@ class Tester:
 
     def check_handle(self, value):
         """Raise CannotSendError for a value of the tests that the program cannot use from afar."""
-        if isinstance(value, types.ModuleType) or hasattr(type(value), "__await__"):
+        is_future = hasattr(type(value), "__await__") and not isinstance(value, types.CoroutineType)
+        if isinstance(value, types.ModuleType) or is_future:
             raise CannotSendError("the tests pass a %s, which cannot be sent to the program" % type(value).__name__)
 
     def describe(self, value):
@@ -63,15 +68,19 @@ class Tester:
 
     def apply(self, do, *args, **kwargs):
         """Have the program apply a function to its objects, and return the result or raise what it raised."""
-        with self.lock:
-            return self._apply(do, args, kwargs)
+        with self.turns.lock:
+            failed, value = self._apply(do, args, kwargs)
+        if failed:
+            raise value
+        return value
 
     def _apply(self, do, args, kwargs):
         def content():
             message = self._replaced()
             message["args"] = [self.wire.encode(a) for a in args]
             message["kwargs"] = {k: self.wire.encode(v) for k, v in kwargs.items()}
-            for name, own, now in zip(("input", "stdin"), self.own_input, (builtins.input, sys.stdin)):  # noqa: B905
+            for name, holder, own in self.own:
+                now = getattr(holder, name)
                 if now is not own:
                     message[name] = self.wire.handle(now)
             return message
@@ -81,25 +90,19 @@ class Tester:
         if not self.depth:  # of an outer request the program may still change what it got
             message["forget"] = self.wire.unused(range(first, self.wire.next_number, 2))
             self.wire.forget(message["forget"])
-        send(message)
         self.depth += 1
         try:
-            reply = receive()
-            while "callback" in reply:
-                send(self._call_back(reply))
-                reply = receive()
+            return self.turns.ask(message)
         finally:
             self.depth -= 1
-        if reply.get("printed"):
-            sys.stdout.write(reply["printed"])
-        self.wire.take_changes(reply)
+
+    def _read(self, reply):
+        """Return whether the program raised, and its result or exception."""
         failed = "error" in reply
         value = self.wire.decode(reply["error" if failed else "value"])
-        self._repeat(reply)
         if failed:
             value._klear_is_remote = True
-            raise value
-        return value
+        return failed, value
 
     def _replaced(self):
         """Return the part of a request on what the tests have replaced, such as `time.time`, for the program to see."""
@@ -116,28 +119,33 @@ class Tester:
             message["environ"] = self.environ = dict(os.environ)
         return message
 
-    def _repeat(self, reply):
-        """Warn and log here as the program did."""
-        for category, text in reply.get("warned", ()):
+    def _repeat(self, message):
+        """Print, warn and log here as the program did."""
+        for stream in ("stdout", "stderr"):
+            if message.get(stream):
+                getattr(sys, stream).write(message[stream])
+        for category, text in message.get("warned", ()):
             kind = self.wire.decode(category)
             warnings.warn(text, kind if isinstance(kind, type) and issubclass(kind, Warning) else UserWarning, 1)
-        for name, level, text in reply.get("logged", ()):
+        for name, level, text in message.get("logged", ()):
             sys.modules["logging"].getLogger(name).log(level, "%s", text)
 
     def _call_back(self, request):
         """Call a function of the tests for the program, to which they passed it."""
+        self.depth += 1
         try:
-            self.wire.take_changes(request)
-            target = self.wire.kept[request["callback"]]
+            target = self.wire.kept[request["of"]]
             args = [self.wire.decode(a) for a in request["args"]]
             kwargs = {k: self.wire.decode(v) for k, v in request["kwargs"].items()}
-            result = self._use(target, request["name"], args, kwargs)
-            return self.wire.message(lambda: {"result": self.wire.encode(result)})
+            result = self._use(target, request["do"], args, kwargs)
+            return self.wire.message(lambda: {"value": self.wire.encode(result)})
         except CannotSendError:
             raise
         except BaseException as e:
             error = e
-        return self.wire.message(lambda: {"raised": self.wire.encode(error)})
+        finally:
+            self.depth -= 1
+        return self.wire.message(lambda: {"error": self.wire.encode(error)})
 
     def dict_of_missing(self):
         return RemoteDict(self)
@@ -145,6 +153,8 @@ class Tester:
     def _use(self, target, name, args, kwargs):
         if name == "__call__":
             return target(*args, **kwargs)
+        if name == "__await__":
+            return self.turns.without_lock(_finished, target)
         if name in ("__getattribute__", "__setattr__"):
             if args[0].startswith("_") and (name == "__setattr__" or args[0] not in NAMES_OF_FUNCTIONS):
                 raise AttributeError(args[0])
@@ -167,6 +177,15 @@ class Tester:
         if name not in self.patched:
             return self.look_up(name)
         return self.patched[name] or self.apply("peek", name)
+
+
+def _finished(coroutine):
+    """Run a coroutine of the tests to its end, in a thread of its own: a loop of theirs may run in this one."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 class Names(dict):
@@ -304,6 +323,12 @@ class Proxy:
     def __setattr__(self, name, value):
         self._klear_apply("setattr", name, value)
 
+    def __delattr__(self, name):
+        self._klear_apply("delattr", name)
+
+    def __reduce_ex__(self, protocol):
+        return _unpickled, (self._klear_apply("dumps", protocol),)
+
     def __mro_entries__(self, bases):
         raise CannotSendError("the tests derive a class from one of the program's")
 
@@ -363,6 +388,11 @@ class Proxy:
 
     def __aiter__(self):
         return self._klear_tester.apply("call", self._klear_apply("getattr", "__aiter__"))
+
+
+def _unpickled(data):
+    """Have the program make an object again of what it has pickled itself."""
+    return Tester.current.apply("loads", data)
 
 
 _SHOWN_NAMES = frozenset(
@@ -453,6 +483,24 @@ def type_of(value):
     return found
 
 
+def is_instance(value, kinds):
+    """Return what `isinstance` does; the program is asked whether an object of its own is, say, a `Sized`."""
+    if isinstance(value, kinds) and type(value) not in _STAND_INS:
+        return True
+    for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+        place = _PLACES.get(kind) if type(value) in _STAND_INS and isinstance(kind, type) else None
+        if value._klear_tester.apply("is_a", value, *place) if place else isinstance(value, kind):
+            return True
+    return False
+
+
+_STAND_INS = (Proxy, RemoteIterator, RemoteAsyncIterator)
+_PLACES = {
+    vars(module)[name]: (module.__name__, name)
+    for module in (collections.abc, types)
+    for name in dir(module)
+    if isinstance(vars(module)[name], type)
+}
 FORWARDED = {
     "dataclasses": "asdict astuple replace is_dataclass".split(),
     "inspect": (
@@ -468,7 +516,7 @@ def forward_looks(module):
 
     def forwarded(name, own):
         def function(value, *args, **kwargs):
-            if type(value) is Proxy:
+            if type(value) in _STAND_INS:
                 return value._klear_tester.apply(name, value, *args, **kwargs)
             return own(value, *args, **kwargs)
 

@@ -1,23 +1,22 @@
 """Runs inside a jailed child as module `klear_service`: answers calls of the program, or runs the tests, by role."""
 
-import builtins
 import copy
 import io
 import math
 import operator
 import os
 import sys
-import threading
 
-from klear_remote import FORWARDED, NAMES_OF_FUNCTIONS, REMOTE_METHODS
+from klear_remote import FORWARDED, INPUTS, NAMES_OF_FUNCTIONS, REMOTE_METHODS
 from klear_tester import serve_tester
+from klear_turns import Turns
 from klear_values import ListNode, TreeNode, Wire, receive, send, text_of
 
 _MAX_SHOWN_BYTES = 1 << 20  # of what one call prints
 
 
 class Printed(io.BytesIO):
-    """Keeps what the program prints, up to a limit, until it is sent to the tests."""
+    """Keeps what the program prints to a stream, up to a limit, until it is sent to the tests."""
 
     def write(self, data):
         room = _MAX_SHOWN_BYTES - self.tell()
@@ -130,18 +129,21 @@ class ProgramSide:
         builtin = (len, iter, next, bool, hash, str, repr, int, float, complex, bytes, round, format, reversed)
         builtin += (isinstance, issubclass, math.trunc, math.floor, math.ceil, operator.index)
         self.functions.update({f.__name__: f for f in builtin})
-        self.functions.update({"getattr": getattr, "setattr": setattr, "await": self.wait_for, "anext": self.anext})
+        self.functions.update({"getattr": getattr, "setattr": setattr, "delattr": delattr, "await": self.wait_for, "anext": self.anext})
         self.functions.update(seed=lambda *args: __import__("random").seed(*args))
         self.functions.update(
             setrecursionlimit=sys.setrecursionlimit, copy=copy.copy, deepcopy=copy.deepcopy, type=type
         )
         for module, names in FORWARDED.items() if not is_plain else ():
             self.functions.update((name, getattr(__import__(module), name)) for name in names)
-        self.functions.update(signature=_signature, plain=_plain)
-        self.own_input = builtins.input, sys.stdin
+        self.functions.update(signature=_signature, plain=_plain, is_a=_is_a)
+        for name in ("dumps", "loads"):
+            self.functions[name] = lambda *args, name=name: getattr(__import__("pickle"), name)(*args)
+        self.own = [(name, holder, getattr(holder, name)) for name, holder in INPUTS]
         self.replaced = {}  # what the tests have replaced in modules, and its own value
         self.observed = Observed()
-        self.lock = threading.RLock()
+        self.printed = {}
+        self.turns = Turns(self.wire, self.reply_to, self._read, self._add)
 
     def check_handle(self, value):
         """Any object of the program may be named by a handle."""
@@ -157,9 +159,14 @@ class ProgramSide:
     def object_from(self, tag, rest):
         if tag == "p":
             return self.wire.kept[rest[0][0]]
+        if tag == "a":
+            return self._coroutine(rest[0])
         if tag == "g":
             return iter(lambda: self.ask_tests(rest[0], "__next__", (), {}), self)
         return Remote(self, rest[0])
+
+    async def _coroutine(self, number):
+        return self.ask_tests(number, "__await__", (), {})
 
     def _defined(self, name):
         if name not in self.defined or name not in self.names:
@@ -195,40 +202,34 @@ class ProgramSide:
             encoded = [self.wire.encode(a) for a in args]
             return {"args": encoded, "kwargs": {k: self.wire.encode(v) for k, v in kwargs.items()}}
 
-        with self.lock:
-            send(self.wire.message(content, callback=number, name=name))
-            while True:
-                reply = receive()
-                if "do" in reply:
-                    send(self.reply_to(reply))
-                    continue
-                self.wire.take_changes(reply)
-                if "result" in reply:
-                    return self.wire.decode(reply["result"])
-                raise self.wire.decode(reply["raised"])
+        with self.turns.lock:
+            failed, value = self.turns.ask(self.wire.message(content, do=name, of=number))
+        if failed:
+            raise value
+        return value
+
+    def _read(self, reply):
+        failed = "error" in reply
+        return failed, self.wire.decode(reply["error" if failed else "value"])
 
     def reply_to(self, request):
         """Return the result of a request with the objects that it changed, or the exception that it raised."""
-        with self.lock:
+        with self.turns.lock:
             try:
-                self.wire.take_changes(request)
                 self._take_input(request)
                 self._take_replaced(request)
                 args = [self.wire.decode(a) for a in request["args"]]
                 kwargs = {k: self.wire.decode(v) for k, v in request["kwargs"].items()}
                 self.wire.forget(request.get("forget", ()))
-                result = self._without_lock(self._execute, request["do"], args, kwargs)
+                result = self.turns.without_lock(self._execute, request["do"], args, kwargs)
                 return self.wire.message(lambda: {"value": self.wire.encode(result)})
             except BaseException as e:  # also SystemExit: a program may call sys.exit
                 return self._error(e)
 
-    def _without_lock(self, function, *args):
-        """Call what runs code of the program, whose threads may then ask the tests."""
-        state = self.lock._release_save()
-        try:
-            return function(*args)
-        finally:
-            self.lock._acquire_restore(state)
+    def _add(self):
+        """Return what the program has printed, warned and logged since the last message."""
+        printed = {name: stream.taken() for name, stream in self.printed.items() if stream.tell()}
+        return dict(printed, **self.observed.taken(self.wire))
 
     def _execute(self, do, args, kwargs):
         if do == "look_up":
@@ -245,12 +246,12 @@ class ProgramSide:
         return {}
 
     def _take_input(self, request):
-        """Read from what the tests have put in place of `input` and of the standard input."""
-        builtins.input, sys.stdin = self.own_input
-        if "input" in request:
-            builtins.input = Remote(self, request["input"])
-        if "stdin" in request:
-            sys.stdin = RemoteInput(self, request["stdin"])
+        """Use what the tests have put in place of `input`, `print`, `open` and of the standard input."""
+        for name, holder, own in self.own:
+            now = own
+            if name in request:
+                now = (RemoteInput if name == "stdin" else Remote)(self, request[name])
+            setattr(holder, name, now)
 
     def _take_replaced(self, request):
         """Replace what the tests have replaced in modules of the standard library, such as `time.time`."""
@@ -301,6 +302,10 @@ def _signature(function):
     return parameters, tuple(stated(found.return_annotation))
 
 
+def _is_a(value, module, name):
+    return isinstance(value, getattr(sys.modules[module], name))
+
+
 def _plain(value):
     """Return what a container holds, whatever its class makes of it; None for all other objects."""
     kind = next((k for k in (list, dict, set, frozenset, tuple) if isinstance(value, k)), None)
@@ -312,19 +317,18 @@ def serve_program(code, program, new_main):
     is_plain = request.get("raw", False)
     program.provide()
     names = new_main("solution", {"ListNode": ListNode, "TreeNode": TreeNode})
-    printed = Printed()
-    if not is_plain:
-        sys.stdout = sys.__stdout__ = io.TextIOWrapper(printed, "utf-8", "surrogateescape", write_through=True)
+    printed = {} if is_plain else {"stdout": Printed(), "stderr": Printed()}
+    for name, stream in printed.items():
+        shown = io.TextIOWrapper(stream, "utf-8", "surrogateescape", write_through=True)
+        setattr(sys, name, shown)
+        setattr(sys, "__%s__" % name, shown)
     exec(code, names)
     side = ProgramSide(names, program.defined, is_plain)
-    with side.lock:  # a thread of the program asks the tests only while a request of theirs is executed
-        while True:
-            reply = side.plain_reply_to(request) if is_plain else side.reply_to(request)
-            if not is_plain:
-                reply["printed"] = printed.taken()
-                reply.update(side.observed.taken(side.wire))
-            send(reply)
-            request = receive()
+    side.printed = printed
+    while is_plain:
+        send(side.plain_reply_to(request))
+        request = receive()
+    side.turns.serve(request)
 
 
 def serve(code, program, new_main, role):

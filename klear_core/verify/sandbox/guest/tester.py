@@ -7,7 +7,7 @@ import sys
 import types
 
 from klear_forms import pytest_module, run_forms
-from klear_remote import FORWARDED, Names, ProgramModule, Tester, forward_looks, type_of
+from klear_remote import FORWARDED, Names, ProgramModule, Tester, forward_looks, is_instance, type_of
 from klear_values import CannotSendError, ListNode, TreeNode, receive, send, text_of
 
 _MODULES = [
@@ -195,6 +195,12 @@ def run_tests(source, is_trial=False):
     compiled, imports what is not there, hangs by itself, or gives the program a value that cannot be sent.
     """
     tester = Tester()
+    result = _result(source, tester, is_trial)
+    tester.turns.lock.acquire()  # other threads of the tests send nothing any more
+    return result
+
+
+def _result(source, tester, is_trial):
     try:
         stand_in = StandIn(tester.wire) if is_trial else None
         names, tree = _prepared(source, tester, stand_in)
@@ -228,6 +234,8 @@ class _TypeOf(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1 and not node.keywords:
             node.func.id = "_klear_type"
+        elif isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            node.func.id = "_klear_is_instance"
         return node
 
     def visit_Attribute(self, node):
@@ -264,7 +272,7 @@ def _prepared(source, tester, stand_in):
     for module in FORWARDED:
         if module in source:
             forward_looks(module)
-    provided = {"__name__": "tests", "_klear_type": type_of, **_HELPERS}
+    provided = {"__name__": "tests", "_klear_type": type_of, "_klear_is_instance": is_instance, **_HELPERS}
     provided.update((name, __import__(name)) for name in _MODULES)
     provided.update((name, getattr(provided["typing"], name)) for name in _TYPING)
     provided.update(stars)
@@ -367,6 +375,10 @@ def _names_under_test(source, last, provided):
                 loaded.add(symbol.get_name())
             if (is_module or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
                 bound.add(symbol.get_name())
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    if modules & set(_PROGRAM_MODULES):
+        last = ast.Pass()  # the names that a module of the program gives
     taken = bound | set(dir(builtins))
     in_last = {node.id for node in ast.walk(last) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     callees = {

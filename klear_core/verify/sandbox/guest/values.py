@@ -121,6 +121,8 @@ def _parts_of(value):
         return "PurePosixPath" if kind.__name__.startswith("Pure") else "PosixPath", [str(value)]
     if kind is re.Pattern:
         return "Pattern", [value.pattern, value.flags]
+    if kind.__name__ == "ZoneInfo" and kind.__module__ in ("zoneinfo", "_zoneinfo"):
+        return "ZoneInfo", [value.key]
     if kind is slice:
         return "slice", [value.start, value.stop, value.step]
     return None
@@ -136,6 +138,7 @@ _MAKERS = {
     "time": datetime.time,
     "range": range,
     "slice": slice,
+    "ZoneInfo": lambda key: _imported("zoneinfo").ZoneInfo(key),
     "UUID": lambda text: _imported("uuid").UUID(text),
     "PosixPath": lambda text: _imported("pathlib").PosixPath(text),
     "PurePosixPath": lambda text: _imported("pathlib").PurePosixPath(text),
@@ -345,8 +348,9 @@ class Wire:
                 return ["p", [value._klear_number]]
             bases = [self.encode(base) for base in value.__bases__]
             return ["k", self.handle(value), value.__name__, bases, value.__module__]
+        is_more = kind.__module__ in ("solution", "tests") or hasattr(kind, "__enter__")  # such as a file
         for tag, method in (("a", "__await__"), ("G", "__anext__"), ("g", "__next__")):
-            if hasattr(kind, method) and kind.__module__ not in ("solution", "tests"):
+            if hasattr(kind, method) and not is_more:
                 self.side.check_handle(value)
                 return [tag, self.handle(value)]
         return None
