@@ -13,7 +13,7 @@ BIN    := $(VENV)/bin
 LOCKS  := infra/locks
 LOCK    = $(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.11 --no-header --no-annotate $(UPGRADE)
 
-.PHONY: help demo smol desk-ci test test-slow test-vllm test-adam8bit lint setup gpu locks newest sandbox vllm-alone clean
+.PHONY: help demo smol desk-ci test test-slow test-vllm test-adam8bit drills lint setup gpu locks newest sandbox vllm-alone clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -41,6 +41,10 @@ test: $(VENV)/.installed-dev sandbox
 # TESTS=tests/rl: only those
 test-slow: $(VENV)/.installed-dev sandbox
 	$(BIN)/python -m pytest -m slow --durations=20 $(TESTS)
+
+# the drills that are too long for CI, half an hour and more; Slurm's need root, slurm-wlm and munge
+drills: $(VENV)/.installed-dev sandbox
+	$(BIN)/python -m pytest -m bench --durations=0 tests/drills
 
 # in an environment of its own: vLLM wants older versions of what Prefect wants newer ones of
 test-vllm: $(VLLM)/.installed

@@ -54,7 +54,7 @@ def show_plan(
     missing.
     """
     from klear_core.config.settings import config_digest
-    from klear_core.pipeline.plan import detectable_lines, gate_lines, plan_stages, reruns_of_upgrade, teacher_note
+    from klear_core.pipeline.plan import detectable_lines, gate_lines, plan_stages, reruns_of_upgrade, teacher_notes
     from klear_core.pipeline.preflight.checks import problems_on_nodes, problems_with
     from klear_core.pipeline.preflight.exposure import given_contamination
 
@@ -81,7 +81,7 @@ def show_plan(
         console.print(f"[dim]to download:[/] {escape(line)}")
     for exposure in given_contamination(config):
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")
-    if note := teacher_note(config):
+    for note in teacher_notes(config):
         console.print(f"[yellow]teacher:[/] {escape(note)}")
     for line in _loophole_lines(config, chosen):
         console.print(f"[yellow]rewards:[/] {escape(line)}")

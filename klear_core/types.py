@@ -479,6 +479,10 @@ class TrainSample(TokenCounts):
         return len(self.teacher_logps) > 0
 
 
+Scorer = Callable[[Sequence[TrainSample]], Awaitable[tuple[TrainSample, ...]]]
+"""Returns answers with a teacher's log-probs of their tokens; the real one is that of `live_teacher`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSample:
     """One judged benchmark answer. `decoding` is "sampled" or "greedy"; greedy has one sample, index 0."""

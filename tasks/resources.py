@@ -22,7 +22,9 @@ from pydantic import SecretStr
 
 from klear_core.artifacts.remote_paths import remote_paths_of, share_given
 from klear_core.cluster.nodes import (
+    EnginePlan,
     cannot_join,
+    check_engines_have_gpus,
     joins_a_cluster,
     plan_engines,
     plan_scorer,
@@ -31,7 +33,7 @@ from klear_core.cluster.nodes import (
     when_there,
 )
 from klear_core.cluster.placement import gpus_here
-from klear_core.config.evaluate import EnginesRuntime, LocalEngineConfig
+from klear_core.config.evaluate import EnginesRuntime, LocalEngineConfig, TorchEngineConfig
 from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import Job
@@ -280,6 +282,20 @@ def open_engines_and_judges(
             start_sampler=partial(start_pool, runtime=runtime, key=section),
             build_judges=build_cluster_judges,
         )
+
+
+def on_this_cpu(engine: LocalEngineConfig, model: Path, *, key: str) -> LocalEngineConfig:
+    """Return the settings of our engine for this process's CPU: other processes have the GPUs.
+
+    Raise ResourceError if the model is too large for a CPU, and the settings do not ask for one.
+    """
+    from klear_core.train.base_model import model_folder
+
+    assert isinstance(engine, TorchEngineConfig), engine.kind
+    num_params = read_hf_config(model_folder(model)).num_params
+    check_engines_have_gpus(EnginePlan(num_engines=1, gpus_per_engine=0), engine, num_params, key=key)
+    runtime = engine.runtime.model_copy(update={"device": "cpu"})
+    return engine.model_copy(update={"runtime": runtime})
 
 
 @contextmanager

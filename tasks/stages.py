@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from klear_core.artifacts.manifest import ArtifactRef, StageSummary
 from klear_core.artifacts.remote_paths import remote_paths_of
@@ -31,6 +32,9 @@ from tasks.evaluation import evaluate, promote
 from tasks.resources import open_engines_and_judges, read_keys
 from tasks.stage import Inputs, StageTask, run_stage, stage, stage_task
 from tasks.tracking import RunInfo, report_inputs
+
+if TYPE_CHECKING:
+    from klear_core.rl.loop import OpenTeacher
 
 log = logging.getLogger(__name__)
 
@@ -278,11 +282,12 @@ def rl(job: RlJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> St
     from klear_core.cluster.rl_workers import RayWorkers
     from klear_core.evaluate.inline_eval import open_inline_eval
     from klear_core.rl.interfaces import RlSetup
-    from klear_core.rl.loop import train_rl
+    from klear_core.rl.loop import no_teacher, train_rl
     from klear_core.rl.state import no_inline_eval
 
     model, workers, curve = inputs["model"].path, RayWorkers(), job.runtime.curve
     inline_eval = partial(open_inline_eval, curve, workers.judges, seed=job.seed) if curve else no_inline_eval
+    open_teacher = _teacher_of(job, inputs, workdir) if job.teacher else no_teacher
     with resources.memory_advised(job.rl, model), resources.ray_session(resources.needs_of(job.rl, model)):
         resources.share_model(model)
         return train_rl(
@@ -292,7 +297,29 @@ def rl(job: RlJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> St
             telemetry=telemetry,
             workers=workers,
             open_inline_eval=inline_eval,
+            open_teacher=open_teacher,
         )
+
+
+def _teacher_of(job: RlJob, inputs: Inputs, workdir: Path) -> OpenTeacher:
+    """Return what starts the teacher of the stage's answers: an engine in this process, or endpoints."""
+    from klear_core.generate.factory import start_with_endpoints
+    from klear_core.opd.teacher_scores import live_teacher
+
+    cfg, model = job.teacher, inputs["teacher"].path
+    assert cfg is not None
+    num_here = 0 if cfg.runtime.num_engines == 0 else 1
+    if num_here:
+        cfg = cfg.model_copy(update={"engine": resources.on_this_cpu(cfg.engine, model, key="rl_teacher")})
+    return partial(
+        live_teacher,
+        cfg,
+        student=inputs["model"].path,
+        teacher=model,
+        sampling=job.rl.rollout.sampling,
+        workdir=workdir,
+        start_sampler=partial(start_with_endpoints, runtime=cfg.runtime, key="rl_teacher", num_here=num_here),
+    )
 
 
 # ---- report ----

@@ -29,7 +29,7 @@ SIGNATURES = {
     "load_benchmark": "benchmark * seed",
     "read_reports": "folder",
     "take_traces": "sources decontaminate= * workdir keep_truncated=False floors= benchmarks=None telemetry=",
-    "train_rl": "setup verify * problems telemetry= workers=None open_inline_eval=",
+    "train_rl": "setup verify * problems telemetry= workers=None open_inline_eval= open_teacher=",
     "train_sft": "cfg * model traces workdir seed=0 telemetry= run_ranks= open_scorer=",
 }
 RECORDS = {

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import Any, TypeVar, assert_never
 
 import ray
@@ -24,7 +25,7 @@ from klear_core.errors import GpuMemoryError, KlearError, ResourceError, Trainin
 from klear_core.metrics import Heartbeat, Telemetry
 from klear_core.stopping import StoppedEarly
 from klear_core.train.distributed import Body
-from klear_core.waits import Silence, span
+from klear_core.waits import Silence, now, span
 
 _POLL_S = 0.5
 """Seconds between two polls of the ranks' reports, plus 0.01 for each rank: a thousand ranks are polled every 10 s."""
@@ -122,11 +123,14 @@ class Gang:
         `stall_timeout_s`; the log then has all ranks' stacks.
         """
         tasks = [asyncio.ensure_future(awaited(call)) for call in calls]
-        seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
+        seen, deadline = dict(self._progress), now() + stall_timeout_s
         began, silence = time.monotonic(), Silence()
+        if len(tasks) > 1:  # the span of the learner ends with the last of them
+            for name, task in zip(self._names, tasks, strict=False):
+                task.add_done_callback(partial(_trace_rank, name, what, began))
         try:
             while True:
-                poll_s = min(_POLL_S + 0.01 * len(self.ranks), max(0.0, deadline - time.monotonic()))
+                poll_s = min(_POLL_S + 0.01 * len(self.ranks), max(0.0, deadline - now()))
                 _, pending = await asyncio.wait(tasks, timeout=poll_s, return_when=asyncio.FIRST_EXCEPTION)
                 await self._relay_reports()
                 failed = _failures(tasks)
@@ -141,10 +145,10 @@ class Gang:
                     await self._relay_reports()
                     return [task.result() for task in tasks]
                 if seen != self._progress:
-                    seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
-                silent_s = time.monotonic() - (deadline - stall_timeout_s)
+                    seen, deadline = dict(self._progress), now() + stall_timeout_s
+                silent_s = now() - (deadline - stall_timeout_s)
                 silence.check(silent_s, lambda: f"the learner to {what}; last done: {self._last_done()}")
-                if time.monotonic() >= deadline:
+                if now() >= deadline:
                     await self._log_stacks()
                     raise TrainingError(
                         f"stalled: no progress for {stall_timeout_s:g} s while the learner was to {what}; last done: "
@@ -288,6 +292,10 @@ class Gang:
             if isinstance(error, LOST):
                 dead[index] = error
         return dead
+
+
+def _trace_rank(name: str, what: str, began: float, _: asyncio.Future[Any]) -> None:
+    span(name, what, began, time.monotonic())
 
 
 def _failures(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:

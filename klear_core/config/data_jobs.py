@@ -354,9 +354,8 @@ class ServedModelJob(Job):
 # Tell which sections of the config stages use, to name overrides and differences that concern none of them.
 
 
-STAGE_SECTIONS = frozenset(
-    ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "opd", "rl", "rl_code", "evaluate", "promote")
-)
+_BEFORE_RL = ("curate", "curate_rl", "tag", "tag_rl", "model", "distill", "sft", "opd")
+STAGE_SECTIONS = frozenset((*_BEFORE_RL, "rl_teacher", "rl", "rl_code", "evaluate", "promote"))
 """Sections that stages use; the others, such as `seed` and `verify`, concern the whole run."""
 
 
@@ -380,6 +379,8 @@ def sections_used(stages: Iterable[tuple[str, str]]) -> frozenset[str]:
 
 
 def _sections_of(name: str, kind: str) -> tuple[str, ...]:
+    if name.startswith("rl_teacher"):  # also if it is given
+        return ("rl_teacher",)
     match kind:
         case BaseJob.kind:
             return ("model",)

@@ -17,7 +17,7 @@ from klear_core.config.evaluate import (
     SamplingConfig,
     TorchEngineConfig,
 )
-from klear_core.config.losses import GppoConfig, LossConfig
+from klear_core.config.losses import GppoConfig, GspoConfig, LossConfig, TrmConfig
 from klear_core.config.rl import DistillTermConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
 from klear_core.config.settings import Precision, Settings
 from klear_core.config.train import GivenModel, LoraConfig, SftConfig, TinyModelConfig, TrainRuntime
@@ -68,6 +68,31 @@ class OpdTeacherConfig(Settings):
     limit, and as good as the whole vocabulary in SDFT's table. 0: the log-prob of the sampled token alone, whose
     log-ratio is the advantage (Lightning OPD)."""
     runtime: OpdTeacherRuntime = OpdTeacherRuntime()
+
+    def check_temperature(self, temperature: float, key: str) -> None:
+        """Raise ValueError if the teacher cannot score answers that were sampled at this temperature."""
+        is_ours = isinstance(self.engine, TorchEngineConfig) and not self.runtime.endpoints
+        if temperature != 1 and not is_ours:
+            raise ValueError(
+                f"{key} = {temperature:g}: vLLM and endpoints score given tokens at temperature 1 alone; set it to 1"
+            )
+
+    def check_scores_rl(self, rl: RlConfig, section: str) -> None:
+        """Raise ValueError if this teacher cannot score the answers of an RL stage while it runs."""
+        self.check_temperature(rl.rollout.sampling.temperature, f"{section}.rollout.sampling.temperature")
+        num_engines = self.runtime.num_engines
+        is_ours = isinstance(self.engine, TorchEngineConfig) and self.engine.runtime.device != "cuda"
+        if num_engines != 0 and not (is_ours and num_engines in ("auto", 1)):
+            raise ValueError(
+                "rl_teacher has at most one engine, ours, on the CPU of the driver. For another, serve the model with "
+                "vLLM, and set rl_teacher.runtime.num_engines = 0 and rl_teacher.runtime.endpoints"
+            )
+        if self.top_k and (isinstance(rl.loss, GspoConfig | TrmConfig) or rl.max_negative_kl is not None):
+            cause = "max_negative_kl" if rl.max_negative_kl is not None else f'loss.kind = "{rl.loss.kind}"'
+            raise ValueError(
+                f"{section}.{cause} looks at whole answers, which the teacher's likeliest tokens are not learnt with: "
+                "set rl_teacher.top_k = 0"
+            )
 
 
 class OpdTrainConfig(Settings):
@@ -142,11 +167,5 @@ class OpdConfig(Settings):
 
     @model_validator(mode="after")
     def _teacher_scores_at_the_temperature(self) -> Self:
-        temperature = self.rollouts.sampling.temperature
-        is_ours = isinstance(self.teacher.engine, TorchEngineConfig) and not self.teacher.runtime.endpoints
-        if temperature != 1 and not is_ours:
-            raise ValueError(
-                f"opd.rollouts.sampling.temperature = {temperature:g}: vLLM and endpoints score given tokens at "
-                "temperature 1 alone; set it to 1"
-            )
+        self.teacher.check_temperature(self.rollouts.sampling.temperature, "opd.rollouts.sampling.temperature")
         return self

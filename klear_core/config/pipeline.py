@@ -19,8 +19,8 @@ from klear_core.config.evaluate import (
     LocalEngineConfig,
     ServedModelConfig,
 )
-from klear_core.config.opd import OpdConfig
-from klear_core.config.rl import NO_TEACHER, RlConfig
+from klear_core.config.opd import OpdConfig, OpdTeacherConfig
+from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.submit import SubmitConfig
 from klear_core.config.train import GivenConfig, ModelConfig, SftConfig, TinyModelConfig
@@ -178,6 +178,9 @@ class PipelineConfig(Settings):
     """Math RL, the first RL stage."""
     rl_code: RlConfig | None = None
     """Code RL, run after math RL by the same code; None skips it."""
+    rl_teacher: OpdTeacherConfig | None = Field(default=None, exclude_if=lambda teacher: teacher is None)
+    """Teacher of the RL stages with `distill`: it scores the answers that each step trains on. One engine in the
+    process of the driver, on its CPU, or endpoints; None: none."""
     evaluate: EvaluateConfig = EvaluateConfig()
     promote: PromoteConfig | None = Field(default=None, exclude_if=lambda promote: promote is None)
     """Rule by which the last model becomes champion in MLflow's model registry; None promotes none. It is left out of
@@ -264,9 +267,18 @@ class PipelineConfig(Settings):
 
     @model_validator(mode="after")
     def _no_term_without_its_numbers(self) -> PipelineConfig:
-        for section, training in (("rl", self.rl), ("rl_code", self.rl_code)):
-            if training is not None and training.distill is not None:
-                raise ValueError(f"{section}.{NO_TEACHER}")
+        sections = (("rl", self.rl), ("rl_code", self.rl_code))
+        learning = {name: rl for name, rl in sections if rl is not None and rl.distill is not None}
+        if self.rl_teacher is None:
+            if learning:
+                raise ValueError(
+                    f"{next(iter(learning))}.distill is set, but no teacher: set rl_teacher, or leave it out"
+                )
+            return self
+        if not learning:
+            raise ValueError("rl_teacher is set, but no RL stage learns from it: set rl.distill, or leave it out")
+        for name, training in learning.items():
+            self.rl_teacher.check_scores_rl(training, name)
         return self
 
     @model_validator(mode="after")

@@ -203,10 +203,6 @@ class RlRuntime(TrainRuntime):
     """Limits on answers that cannot be right; checked from step 10 on."""
 
 
-NO_TEACHER = "distill is set, but no teacher scores RL's own answers yet, only those of the stage opd; leave it out"
-"""Why RL refuses a setting that would change nothing."""
-
-
 class DistillTermConfig(Settings):
     """On-policy distillation: the advantage of a token is the log-ratio of teacher and policy, whose mean under the
     policy is minus KL(policy, teacher). Added to the advantage of the rewards. Where samples bring the teacher's
@@ -278,8 +274,8 @@ class RlConfig(Settings):
     """Alpha, the weight of the language-model loss on positive samples: correct ones with the tags that `reward`
     requires. Equation 13 prints a mean probability; the scripts and we use the log-probability."""
     distill: DistillTermConfig | None = None
-    """Learn from a teacher's log-probs of the answers as well, where samples bring them to the `Learner`, as the stage
-    `opd` does. RL has no teacher yet and refuses it; None: from rewards alone."""
+    """Learn from a teacher's log-probs of the answers as well: those of `rl_teacher`, which scores the answers of each
+    step. None: from rewards alone."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 estimate of KL(policy, initial model); the paper has none. Above 0 a frozen copy is kept;
     with `lora` it is the policy without its adapters."""

@@ -23,6 +23,7 @@ from klear_core.config.evaluate import (
     SamplingConfig,
     ServedModelConfig,
 )
+from klear_core.config.opd import OpdTeacherConfig, TrainedTeacher
 from klear_core.config.pipeline import Champion, InlineEvalRuntime, PipelineConfig, PromoteConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
@@ -346,7 +347,11 @@ class RlJob(Job):
     seed: int
     rl: RlConfig
     verify: VerifyConfig
+    teacher: OpdTeacherConfig | None = None
+    """How a teacher scores the answers of each step; the model itself is the input `teacher`."""
     runtime: InlineEvalRuntime = InlineEvalRuntime()
+
+    as_before = {"teacher": None}
 
     @classmethod
     def of(cls, config: PipelineConfig, section: Literal["rl", "rl_code"]) -> Self:
@@ -354,7 +359,10 @@ class RlJob(Job):
         rl = config.rl if section == "rl" else config.rl_code
         assert rl is not None, section
         runtime = InlineEvalRuntime.of(rl.runtime.curve, config, has_engines=True)
-        return cls(seed=config.seed, rl=rl, verify=config.judge_of(section), runtime=runtime)
+        teacher = config.rl_teacher if rl.distill is not None else None
+        if teacher is not None:  # its source says no more than the input does
+            teacher = teacher.model_copy(update={"source": TrainedTeacher()})
+        return cls(seed=config.seed, rl=rl, verify=config.judge_of(section), teacher=teacher, runtime=runtime)
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's rewards and judges. Raise ConfigError if one is missing or broken."""

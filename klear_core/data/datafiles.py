@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, TypeVar, assert_never
 from klear_core.artifacts.files import fixed_part, is_pattern
 from klear_core.artifacts.hub import HubFiles, cached_names, fetch, published_files
 from klear_core.config.data import DatasetsSource, FileSource, HubSource, StoredSource
+from klear_core.data.arrow_batches import Span, arrow_batches, check_arrow_end
 from klear_core.data.formats.fields import EMPTY_ROW, READ, RowError, has_surrogate, is_empty_row, stated_id
 from klear_core.data.hf_datasets import loaded_files, made_files
 from klear_core.data.readers import (
     SUFFIXES,
     BrokenRow,
     FileRow,
-    Span,
-    arrow_batches,
-    check_arrow_end,
     check_ends,
     check_file,
     damage_as_data_error,

@@ -6,13 +6,22 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
 
+from klear_core.data.arrow_batches import (
+    ALL_COLUMNS,
+    Span,
+    arrow_batches,
+    check_arrow_end,
+    parquet_batches,
+    rows_at_a_time,
+    rows_within,
+)
 from klear_core.data.json_arrays import CHUNK_CHARS, DECODER, array_elements
 from klear_core.errors import ConfigError, DataError
 
@@ -29,16 +38,7 @@ MAX_ROW_BYTES = 128 << 20
 """Limit for one row of a text file, twice `verify.code.max_test_mb`. A longer row is dropped unparsed: one takes 5
 times its size in memory, and 15 times if every text has a character of four bytes."""
 
-ALL_COLUMNS: frozenset[str] = frozenset()
-"""Stands for all columns of a file."""
-
-_BATCH_BYTES = 16 << 20
-"""Size of the part of a Parquet or Arrow file that is turned into Python objects at a time."""
-_MAX_BATCH_ROWS = 1024
-_READ_AHEAD_BYTES = 1 << 20
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-"""Last bytes of a whole Arrow stream. Arrow itself reads a stream without them as if it were whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +57,6 @@ class BrokenRow:
     where: str
     reason: str
     detail: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A range of a file that can be read without what comes before it: bytes of a JSONL file, rows of a table."""
-
-    start: int
-    stop: int
-    rows_before: int
-    """Lines of a JSONL file, rows of a table."""
-    num_rows: int
-    """Rows in the span; blank lines are none."""
-    num_bytes: int
-    """Size on disk of JSONL, in memory of a table."""
 
 
 def read_rows(
@@ -158,7 +144,7 @@ def _rows_of(
         batches = arrow_batches(path, columns)
         if span is None:
             return _table_rows(batches, label, first=0)
-        return _table_rows(_rows_within(batches, 0, span), label, first=span.rows_before)
+        return _table_rows(rows_within(batches, 0, span), label, first=span.rows_before)
     if separators := separators_of(path):
         return _cell_rows(path, label, max_row_bytes, columns, separators)
     if span is None and is_array(path):
@@ -385,80 +371,12 @@ def _value_of(cell: str) -> object:
     return value if all(isinstance(one, dict) for one in objects) else cell
 
 
-def parquet_batches(
-    path: Path, columns: frozenset[str] = ALL_COLUMNS, span: Span | None = None
-) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file or of one span in batches of about 16 MB, or of one row if rows are larger."""
-    import pyarrow.parquet as pq
-
-    # Pages are read one by one: a column of a row group may have hundreds of megabytes.
-    with pq.ParquetFile(path, buffer_size=_READ_AHEAD_BYTES, pre_buffer=False) as file:
-        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-        batch_size = _rows_at_a_time(file.metadata.num_rows, sum(group.total_byte_size for group in groups))
-        wanted = _wanted(file.schema_arrow, columns)
-        if span is None:
-            yield from file.iter_batches(batch_size=batch_size, columns=wanted)
-            return
-        end = 0
-        for i, group in enumerate(groups):
-            start, end = end, end + group.num_rows
-            if start < span.stop and span.start < end:
-                batches = file.iter_batches(batch_size=batch_size, row_groups=[i], columns=wanted)
-                yield from _rows_within(batches, start, span)
-
-
-def _wanted(schema: pa.Schema, columns: frozenset[str]) -> list[str]:
-    return [name for name in schema.names if not columns or name in columns]
-
-
-def _rows_within(batches: Iterable[pa.RecordBatch], first: int, span: Span) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a span. `first` is the number of the first row in the batches."""
-    end = first
-    for batch in batches:
-        start, end = end, end + batch.num_rows
-        if start >= span.stop:
-            return
-        if end > span.start:
-            skipped = max(0, span.start - start)
-            yield batch.slice(skipped, min(end, span.stop) - start - skipped)
-
-
-def arrow_batches(path: Path, columns: frozenset[str] = ALL_COLUMNS) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a file that `datasets` wrote: an Arrow stream, or an Arrow file in random-access format.
-
-    The file is mapped into memory, so that a batch costs little until its values are read.
-    """
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as source:
-        if source.read(6) == b"ARROW1":
-            reader = pa.ipc.open_file(source)
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            source.seek(0)
-            batches = iter(pa.ipc.open_stream(source))
-        yield from (batch.select(_wanted(batch.schema, columns)) for batch in batches)
-
-
-def check_arrow_end(path: Path, label: str) -> None:
-    """Raise DataError if an Arrow stream lacks its end mark."""
-    with path.open("rb") as f:
-        is_file_format = f.read(6) == b"ARROW1"  # its footer is checked when it is opened
-        f.seek(max(0, path.stat().st_size - 8))
-        if not is_file_format and not f.read().endswith(_END_OF_STREAM):
-            raise DataError(f"{label}: the Arrow stream lacks its end mark, so it was cut short: fetch it again")
-
-
-def _rows_at_a_time(num_rows: int, num_bytes: int) -> int:
-    return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
-
-
 def _table_rows(batches: Iterator[pa.RecordBatch], label: str, *, first: int) -> Iterator[FileRow | BrokenRow]:
     import pyarrow as pa
 
     number = first
     for batch in batches:
-        step = _rows_at_a_time(batch.num_rows, batch.nbytes)
+        step = rows_at_a_time(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, step):
             for value in _values(batch.slice(start, step)):
                 number += 1

@@ -24,6 +24,7 @@ from klear_core.config.data import (
     Source,
     StoredSource,
 )
+from klear_core.data.arrow_batches import Span
 from klear_core.data.candidates import Candidate
 from klear_core.data.datafiles import (
     DataFile,
@@ -49,7 +50,7 @@ from klear_core.data.formats.fields import (
 )
 from klear_core.data.formats.references import has_half_character
 from klear_core.data.generated.puzzles import check_generated, domain_of_generated, generate
-from klear_core.data.readers import BrokenRow, FileRow, Span, read_rows
+from klear_core.data.readers import BrokenRow, FileRow, read_rows
 from klear_core.errors import ConfigError, DataError
 from klear_core.types import CodeReference, CustomReference, Domain, Dropped, domain_of
 

@@ -1,16 +1,20 @@
-"""Ask a teacher for its log-probs of the student's tokens, once; a shard of answers is the unit of resume."""
+"""Ask a teacher for its log-probs of the student's tokens: of stored answers, or of those of each RL step.
+
+Of stored answers a shard is the unit of resume.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import Shard, plan_shards, read_shards, work_shards, write_shard
+from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.opd import OpdTeacherConfig
 from klear_core.errors import DataError
 from klear_core.generate.engine import InferenceEngine, score
@@ -20,7 +24,7 @@ from klear_core.metrics import SILENT, Telemetry
 from klear_core.opd.rollouts import ROLLOUTS
 from klear_core.prompts import check_same_tokens
 from klear_core.train.base_model import model_folder
-from klear_core.types import TrainSample
+from klear_core.types import Scorer, TrainSample
 
 SCORED = "scored"
 """Folder of the scored answers in the artifact."""
@@ -111,6 +115,43 @@ async def scored_by(
         top_ids=found.top_ids,
         top_logps=found.top_logps,
     )
+
+
+@asynccontextmanager
+async def live_teacher(
+    cfg: OpdTeacherConfig,
+    *,
+    student: Path,
+    teacher: Path,
+    sampling: SamplingConfig,
+    workdir: Path,
+    start_sampler: StartSampler = start_here,
+) -> AsyncIterator[Scorer]:
+    """Start the teacher for the block; yield what scores the answers of an RL step, which were sampled so.
+
+    Raise ConfigError if teacher and student have different tokens. The scorer raises as `scored_by` does.
+    """
+    folder = model_folder(teacher)
+    check_same_tokens(student=model_folder(student), teacher=folder)
+    threads, tokens = cfg.runtime.num_threads, sampling.max_new_tokens
+    spec = EngineSpec.of_model(cfg.engine, teacher, num_threads=threads, seed=0, workdir=workdir, answer_tokens=tokens)
+    async with running(start_sampler, spec) as sampler:
+        room = asyncio.Semaphore(sampler.limit)
+
+        async def one(answer: TrainSample) -> TrainSample:
+            async with room:
+                return await scored_by(sampler.engine, answer, temperature=sampling.temperature, num_top=cfg.top_k)
+
+        async def scores(answers: Sequence[TrainSample]) -> tuple[TrainSample, ...]:
+            expect(sampler.engine, len(answers))
+            tasks = [asyncio.create_task(one(answer)) for answer in answers]
+            try:
+                return tuple(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:  # after an error, the other requests
+                    task.cancel()
+
+        yield scores
 
 
 def _summary(workdir: Path) -> StageSummary:

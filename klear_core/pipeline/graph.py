@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint, read_manifest
 from klear_core.artifacts.model_files import folder_of
@@ -33,7 +34,7 @@ from klear_core.config.data_jobs import (
 )
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.evaluate import ServedModelConfig
-from klear_core.config.opd import GivenTeacher, TrainedTeacher
+from klear_core.config.opd import GivenTeacher, OpdTeacherConfig, TrainedTeacher
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
@@ -190,28 +191,42 @@ def _makers(config: PipelineConfig) -> list[Stage]:
         *_opd_stages(config, problems_of_rl),
     ]
     start = "opd" if config.opd else "sft"
-    stages.append(_stage("rl", RlJob.of(config, "rl"), {"model": start, "problems": problems_of_rl}, label="RL"))
+    if config.rl_teacher:
+        stages += _teacher_stages(config, config.rl_teacher, "rl_teacher", section="rl_teacher")
+    stages.append(_rl_stage(config, "rl", model=start, problems=problems_of_rl, label="RL"))
     if config.rl_code:
-        inputs = {"model": "rl", "problems": problems_of_rl}
-        stages.append(_stage("rl_code", RlJob.of(config, "rl_code"), inputs, label="RL (code)"))
+        stages.append(_rl_stage(config, "rl_code", model="rl", problems=problems_of_rl, label="RL (code)"))
     return stages
+
+
+def _rl_stage(
+    config: PipelineConfig, name: Literal["rl", "rl_code"], *, model: str, problems: str, label: str
+) -> Stage:
+    job = RlJob.of(config, name)
+    teacher = {"teacher": "rl_teacher"} if job.teacher else {}
+    return _stage(name, job, {"model": model, "problems": problems, **teacher}, label=label)
 
 
 def _opd_stages(config: PipelineConfig, problems: str) -> Iterator[Stage]:
     """Yield the stages of on-policy distillation, and those that make its teacher."""
     if config.opd is None:
         return
-    source = config.opd.teacher.source
-    if isinstance(source, TrainedTeacher):
-        base = BaseJob(seed=config.seed, model=source.model)
-        yield _stage("opd_teacher_base", base, {}, section="opd.teacher.source.model", label="Teacher's base")
-        job, inputs = SftJob(seed=config.seed, sft=source.sft), {"model": "opd_teacher_base", "traces": "distill"}
-        yield _stage("opd_teacher", job, inputs, section="opd.teacher.source.sft", label="Teacher")
+    yield from _teacher_stages(config, config.opd.teacher, "opd_teacher", section="opd.teacher")
     rollouts = {"model": "sft", "problems": problems}
     yield _stage("opd_rollouts", OpdRolloutsJob.of(config), rollouts, section="opd")
     scores = {"rollouts": "opd_rollouts", "student": "sft", "teacher": "opd_teacher"}
     yield _stage("opd_scores", OpdScoresJob.of(config), scores, section="opd")
     yield _stage("opd", OpdJob.of(config), {"model": "sft", "scores": "opd_scores"}, label="OPD")
+
+
+def _teacher_stages(config: PipelineConfig, teacher: OpdTeacherConfig, name: str, *, section: str) -> Iterator[Stage]:
+    """Yield the stages that train the teacher `name`; none if it is given."""
+    source = teacher.source
+    if isinstance(source, TrainedTeacher):
+        base = BaseJob(seed=config.seed, model=source.model)
+        yield _stage(f"{name}_base", base, {}, section=f"{section}.source.model", label="Teacher's base")
+        job, inputs = SftJob(seed=config.seed, sft=source.sft), {"model": f"{name}_base", "traces": "distill"}
+        yield _stage(name, job, inputs, section=f"{section}.source.sft", label="Teacher")
 
 
 def _stage(name: str, job: Job, inputs: Mapping[str, str], *, section: str = "", label: str = "") -> Stage:
@@ -229,9 +244,14 @@ def _given_samplers(config: PipelineConfig) -> Iterator[Stage]:
     if isinstance(teacher, LocalTeacherConfig) and teacher.model:
         job = GivenModelJob.of(teacher.model)
         yield _stage("teacher", job, {}, section="distill.teacher.model", label="Teacher, given")
-    if config.opd and isinstance(config.opd.teacher.source, GivenTeacher):
-        job = GivenModelJob.of(config.opd.teacher.source.model)
-        yield _stage("opd_teacher", job, {}, section="opd.teacher.source.model", label="Teacher, given")
+    scoring = (
+        ("opd_teacher", "opd.teacher", config.opd and config.opd.teacher),
+        ("rl_teacher", "rl_teacher", config.rl_teacher),
+    )
+    for name, section, scorer in scoring:
+        if scorer and isinstance(scorer.source, GivenTeacher):
+            job = GivenModelJob.of(scorer.source.model)
+            yield _stage(name, job, {}, section=f"{section}.source.model", label="Teacher, given")
 
 
 def _distill_inputs(config: PipelineConfig, problems: str) -> dict[str, str]:

@@ -16,11 +16,11 @@ from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.data import BenchmarkConfig, GeneratedSource
 from klear_core.config.data_jobs import BenchmarksJob, GivenModelJob
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
-from klear_core.config.opd import TrainedTeacher
+from klear_core.config.opd import GivenTeacher
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import leaves_of, result_settings
 from klear_core.config.stage import EngineUse, Job, Stage
-from klear_core.config.train import HubModelConfig, TrainRuntime
+from klear_core.config.train import HubModelConfig, PublishedModel, TrainRuntime
 from klear_core.distill.teachers.fleet import BlockKeys
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.stats.significance import GATE_GAIN, GateBenchmark, detectable, gate_chances
@@ -407,14 +407,19 @@ def detectable_lines(config: PipelineConfig) -> Iterator[str]:
         yield f"{start}{seen}; two runs of one model differ by up to {100 * found.rerun:.1f} points"
 
 
-def teacher_note(config: PipelineConfig) -> str:
-    """Return a warning if the teacher of on-policy distillation is not known to be the teacher of the SFT traces.
+def teacher_notes(config: PipelineConfig) -> Iterator[str]:
+    """Yield a warning for each teacher of on-policy distillation that is not known to be the teacher of the SFT traces.
 
     With another one the gradient has a bias that no training removes (arXiv 2604.13010, teacher consistency).
     """
-    if config.opd is None or isinstance(config.opd.teacher.source, TrainedTeacher) or config.given.evaluate:
-        return ""  # one that is trained here learned the same traces
-    model = config.opd.teacher.source.model.as_model()
+    for key, teacher in (("opd.teacher", config.opd and config.opd.teacher), ("rl_teacher", config.rl_teacher)):
+        # one that is trained here learned the same traces
+        if teacher and isinstance(teacher.source, GivenTeacher) and not config.given.evaluate:
+            note = _teacher_note(config, key, teacher.source.model.as_model())
+            yield from [note] if note else []
+
+
+def _teacher_note(config: PipelineConfig, key: str, model: PublishedModel) -> str:
     name, traces = origin_of(model), config.distill.teacher
     if config.given.sft is not None or config.given.distill is not None:
         made_by = "whoever made the given traces, which nothing here tells"
@@ -432,7 +437,7 @@ def teacher_note(config: PipelineConfig) -> str:
     else:
         made_by = f"the {traces.kind} teacher, a program"
     return (
-        f"opd.teacher is {name}, and the SFT traces are by {made_by}: with another teacher than that of the traces the "
+        f"{key} is {name}, and the SFT traces are by {made_by}: with another teacher than that of the traces the "
         "gradient of on-policy distillation is biased, however long it trains (arXiv 2604.13010)"
     )
 

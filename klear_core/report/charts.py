@@ -313,7 +313,7 @@ class Timeline:
     seconds: str
     tracks: tuple[Track, ...]
     num_left_out: int
-    """Engines beyond those that are shown."""
+    """Engines and ranks beyond those that are shown."""
     waits: tuple[tuple[str, str], ...]
     """Whom the driver waited for, and how long in all, the longest first. Waits at the same time count each."""
 
@@ -329,7 +329,8 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
         for span in spans
         if span.start < high and span.end > low
     ]
-    names = sorted({span.track for span in cut if not span.waited_for} - {"driver", "learner"})
+    others = {span.track for span in cut if not span.waited_for} - {"driver", "learner"}
+    names = sorted(others, key=lambda name: (name.startswith("learner"), name))  # engines, then the learner's ranks
     tracks = {span.track for span in cut}
     rows = [name for name in ("driver", "learner") if name in tracks] + names
     waits: dict[str, float] = {}

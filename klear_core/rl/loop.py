@@ -18,14 +18,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core import stopping
 from klear_core.artifacts.manifest import DropCounts, StageSummary, check_yield
 from klear_core.artifacts.shared import send_work
-from klear_core.config.rl import NO_TEACHER, RlConfig, RolloutConfig
+from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError
@@ -43,13 +44,27 @@ from klear_core.rl.stream import Curriculum, PromptStream
 from klear_core.scores import SHOWN_FILE, read_pass_rates
 from klear_core.stopping import StoppedEarly, checkpoint_first
 from klear_core.train.base_model import model_folder
-from klear_core.types import Judge, PassRate, Problem, RewardValues
+from klear_core.types import Judge, PassRate, Problem, RewardValues, Scorer
 from klear_core.waits import TRACE_FILE, loop_watched, now, span, traced, waiting
 
 log = logging.getLogger(__name__)
 
 _CHECK_FROM_STEP = 20  # steps after which a run whose groups give no gradient is stopped
+OpenTeacher = Callable[[], AbstractAsyncContextManager[Scorer | None]]
+"""Starts a teacher that scores the answers of each step, or none."""
 _NUM_SHOWN = 20  # number of steps, spread over the run, whose first answers are saved for the report
+no_teacher: OpenTeacher = nullcontext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What a run may have beside learner, engines and a judge."""
+
+    custom_rewards: RewardValues = no_rewards
+    inline_eval: InlineEval | None = None
+    pass_rates: Mapping[str, PassRate] | None = None
+    """Tags of the problems, for the curriculum."""
+    open_teacher: OpenTeacher = no_teacher
 
 
 def train_rl(
@@ -60,19 +75,21 @@ def train_rl(
     telemetry: Telemetry = SILENT,
     workers: Workers | None = None,
     open_inline_eval: OpenInlineEval = no_inline_eval,
+    open_teacher: OpenTeacher = no_teacher,
 ) -> StageSummary:
     """Train the model on problems of the configured domain; write `model` and `sample_rollouts.parquet` to the workdir.
 
     A rerun with the same `workdir` continues from the last checkpoint. Without `workers`, learner and engine are in
-    this process. `open_inline_eval` opens the evaluator that scores the model during training (`runtime.curve`).
+    this process. `open_inline_eval` opens the evaluator that scores the model during training (`runtime.curve`),
+    `open_teacher` what `distill` learns from.
 
-    Raise ConfigError for `distill`, DataError if the domain has no problems or almost no group is informative,
-    CollapseError if most answers become useless, TrainingError if sampling makes no progress, too many updates are
-    skipped or too many workers are lost.
+    Raise ConfigError for `distill` without a teacher, DataError if the domain has no problems or almost no group is
+    informative, CollapseError if most answers become useless, TrainingError if sampling makes no progress, too many
+    updates are skipped or too many workers are lost.
     """
     cfg, workdir = setup.cfg, setup.workdir
-    if cfg.distill is not None:
-        raise ConfigError(NO_TEACHER)
+    if (cfg.distill is None) != (open_teacher is no_teacher):
+        raise ConfigError("rl.distill and a teacher need each other: give both or none")
     for loophole in cfg.reward.loopholes:
         log.warning("%s", loophole)
     workers = workers or LocalWorkers()
@@ -82,9 +99,10 @@ def train_rl(
         rewards = UserRewards(cfg.reward.custom, judges)
         with traced(workdir / TRACE_FILE), checkpoint_first():
             rates = read_pass_rates(problems) if cfg.curriculum else None
-            progress = asyncio.run(
-                run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, inline_eval, rates)
+            extras = Extras(
+                custom_rewards=rewards, inline_eval=inline_eval, pass_rates=rates, open_teacher=open_teacher
             )
+            progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, extras))
     shown = _shown(setup)
     # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
@@ -99,49 +117,46 @@ async def run_rl(
     judge: Judge,
     telemetry: Telemetry,
     workers: Workers,
-    custom_rewards: RewardValues = no_rewards,
-    inline_eval: InlineEval | None = None,
-    pass_rates: Mapping[str, PassRate] | None = None,
+    extras: Extras | None = None,
 ) -> RlState:
-    """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint.
-
-    `pass_rates` are the problems' tags, for the curriculum.
-    """
+    """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
+    extras = extras or Extras()
     watch = Watch(setup.cfg, telemetry, setup.workdir / METRICS_FILE)
     try:
-        # Both spend seconds on imports, so they run concurrently.
-        (learner, engine), tokenizer = await asyncio.gather(
-            workers.start(setup), asyncio.to_thread(load_tokenizer, model_folder(setup.model))
-        )
-        while True:
-            try:
-                progress = RlState.of(await learner.restore())
-                learner_notes = await learner.notes()
-                # Stream and collector are rebuilt after a loss, so that prompts continue where the checkpoint left off.
-                stream = stream_of(setup, problems, pass_rates, progress)
-                sampler = Sampler(
-                    engine,
-                    judge,
-                    tokenizer,
-                    setup.cfg,
-                    seed=setup.seed,
-                    engine_status=workers.status,
-                    custom_rewards=custom_rewards,
-                )
-                rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
-                step_log = StepLog(setup.cfg, progress, watch, shown=_shown(setup))
-                async with InlineEvals(inline_eval, watch, setup.cfg, workdir=setup.workdir) as evals:
-                    with loop_watched("engines, ranks and judges wait for it"):
-                        await run_steps(setup.cfg, learner, engine, rollouts, step_log, evals)
-                # Again for a run that was stopped in its last step, and has none left to take.
-                step_log.check()
-                progress.notes = (*learner_notes, *watch.notes())
-                if not (setup.workdir / "model").exists():  # else the run was killed after its export
-                    await learner.export(setup.workdir / "model")
-            except LearnerLost as lost:
-                log.warning("%s; going on from its last checkpoint", lost)
-            else:
-                return progress
+        async with extras.open_teacher() as teacher:
+            # Both spend seconds on imports, so they run concurrently.
+            (learner, engine), tokenizer = await asyncio.gather(
+                workers.start(setup), asyncio.to_thread(load_tokenizer, model_folder(setup.model))
+            )
+            while True:
+                try:
+                    progress = RlState.of(await learner.restore())
+                    learner_notes = await learner.notes()
+                    # Stream and collector are rebuilt after a loss: prompts continue where the checkpoint left off.
+                    stream = stream_of(setup, problems, extras.pass_rates, progress)
+                    sampler = Sampler(
+                        engine,
+                        judge,
+                        tokenizer,
+                        setup.cfg,
+                        seed=setup.seed,
+                        engine_status=workers.status,
+                        custom_rewards=extras.custom_rewards,
+                    )
+                    rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
+                    step_log = StepLog(setup.cfg, progress, watch, shown=_shown(setup))
+                    async with InlineEvals(extras.inline_eval, watch, setup.cfg, workdir=setup.workdir) as evals:
+                        with loop_watched("engines, ranks and judges wait for it"):
+                            await run_steps(setup.cfg, learner, engine, rollouts, step_log, evals, teacher)
+                    # Again for a run that was stopped in its last step, and has none left to take.
+                    step_log.check()
+                    progress.notes = (*learner_notes, *watch.notes())
+                    if not (setup.workdir / "model").exists():  # else the run was killed after its export
+                        await learner.export(setup.workdir / "model")
+                except LearnerLost as lost:
+                    log.warning("%s; going on from its last checkpoint", lost)
+                else:
+                    return progress
     finally:
         await workers.close()
 
@@ -153,6 +168,7 @@ async def run_steps(
     rollouts: Lookahead | ContinuousRollouts,
     step_log: StepLog,
     evals: InlineEvals,
+    teacher: Scorer | None = None,
 ) -> None:
     """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates."""
     progress, sleeper = step_log.progress, _sleeper(engine, cfg.rollout)
@@ -168,12 +184,13 @@ async def run_steps(
                 # The weights before this step have version `step`, because versions count the finished steps.
                 oldest = step - cfg.max_staleness
                 samples = to_samples(collected.kept, cfg, oldest_allowed=oldest)
+                rows = samples.rows if teacher is None else await teacher(samples.rows)
             with phase("learn"):
                 # No request is running now: the config refuses sleeping engines with `max_staleness` above 0.
                 if sleeper is not None:
                     await evals.finish()
                     await sleeper.sleep()
-                update = await learner.step(samples.rows)
+                update = await learner.step(rows)
                 if (load := await load_of(engine)) is not None:
                     update |= load.metrics("rl")
                 await evals.finish()  # its answers are of the weights before this step

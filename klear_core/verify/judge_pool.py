@@ -6,21 +6,18 @@ import asyncio
 import dataclasses
 import json
 import logging
-import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Protocol, Self, assert_never
+from typing import Self, assert_never
 
 from klear_core.config.rewards import CustomReward
-from klear_core.config.verify import CustomJudge, VerifyConfig, source_digest
-from klear_core.errors import ConfigError, JudgeError, SandboxError
+from klear_core.config.verify import VerifyConfig, source_digest
+from klear_core.errors import ConfigError, JudgeError
 from klear_core.prompts import NoAnswer, find_answer_text
 from klear_core.types import (
-    FAILED_ON_ANSWER,
     AnswerToJudge,
     CodeReference,
     CustomReference,
@@ -39,46 +36,18 @@ from klear_core.verify.blame import (
     code_trial,
     digest_of,
     math_trial,
-    probes_of,
     unusable_tests,
 )
-from klear_core.verify.client import CheckSandbox, CodeTask, CodeTrial, Fault, JudgeClient, MathTask, Task, UserTask
+from klear_core.verify.client import CheckSandbox, CodeTask, CodeTrial, MathTask, Task, UserTask
 from klear_core.verify.code.program import check_size, find_program
+from klear_core.verify.judge_calls import JudgeBackend, JudgeCalls, done_verdict, pass_on
 from klear_core.verify.math.answer_text import boxed_texts, find_answer, quoted
 from klear_core.verify.math.rules import compared_texts, decide, unboxed_verdict, usable_references
-from klear_core.verify.user_code import longest_s, memory_message
 
 _LOG = logging.getLogger(__name__)
 _TRIALS_AT_A_TIME = 256
 """Trials of references in flight, so that the tests of all of them are not in memory at once."""
 _SHOWN_FAULTS = 3
-_OF_THE_ANSWER = ("broke_off", "out_of_cpu", "out_of_memory")
-"""Kinds of faults over what was judged."""
-_TRIED_AGAIN = ("died", "killed")
-"""Kinds of faults that a second try may not have."""
-_TRIED_AGAIN_OF_USERS = ("killed", "timed_out")
-"""Such kinds in a worker of a user's function, which may also be over the answer. A judging process that died is not:
-it judges many answers at a time."""
-
-
-_FIRST_PROBES = 2
-"""Number of the probes of a user's function that are always tried."""
-_NO_PROBE_WORKED = (
-    "so it was with each of our {} answers. A judge returns 0 for an answer that it cannot read; one that raises needs "
-    "a right answer under `answer` of its reference's value"
-)
-
-
-class JudgeBackend(Protocol):
-    """Computes verdicts. Thread-safe; callbacks of the futures may call `submit`."""
-
-    def submit(self, task: Task) -> Future[Verdict | Fault]:
-        """Return a future of the task's verdict, or of the fault that left it without one."""
-        ...
-
-    def close(self) -> None:
-        """End all judging processes."""
-        ...
 
 
 class JudgePool:
@@ -93,9 +62,7 @@ class JudgePool:
         self.cfg = cfg
         self._judges = {judge.name: (judge, source_digest(judge.module)) for judge in cfg.all_judges}
         self.health = JudgeHealth(max_failed_frac=cfg.max_failed_frac, min_failed_count=cfg.min_failed_count)
-        # The user's modules are in the working directory of this machine, which other nodes need not have.
-        self._local = JudgeClient(cfg)
-        self._client: JudgeBackend = self._local if backend is None else backend
+        self._calls = JudgeCalls(cfg, backend)
         self._trials_lock = threading.Lock()
         self._trials: dict[MathReference | bytes, Verdict | Future[Verdict]] = {}
         """Trials of references; those in which the judge or the machine failed are not kept."""
@@ -110,8 +77,7 @@ class JudgePool:
 
     def close(self) -> None:
         """End all judging processes."""
-        self._client.close()
-        self._local.close()
+        self._calls.close()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -125,7 +91,7 @@ class JudgePool:
 
         Raise SandboxError, which says what is missing.
         """
-        return self._submit(CheckSandbox()).result().detail
+        return self._calls.submit(CheckSandbox()).result().detail
 
     def prepare(self, problems: Iterable[Problem]) -> tuple[str, ...]:
         """Check the sandbox, if there is a code problem, and try all references, before compute is spent.
@@ -166,11 +132,11 @@ class JudgePool:
         """Return a future of the verdict, which is not yet counted in `health`."""
         if isinstance(problem.reference, UnverifiableReference):
             detail = f"problem {problem.problem_id}: {problem.reference.why}"
-            return _done(Verdict(outcome=Outcome.UNVERIFIABLE, score=0.0, detail=detail))
+            return done_verdict(Verdict(outcome=Outcome.UNVERIFIABLE, score=0.0, detail=detail))
         answer_text = find_answer_text(response, self.cfg)  # the part of the response in which an answer may be
         if isinstance(answer_text, NoAnswer):
             is_code = isinstance(problem.reference, CodeReference)
-            return _done(_no_answer_verdict(answer_text, self.cfg, is_code=is_code))
+            return done_verdict(_no_answer_verdict(answer_text, self.cfg, is_code=is_code))
         reference = problem.reference
         match reference:
             case MathReference():
@@ -200,7 +166,7 @@ class JudgePool:
             case CodeReference():
                 trial = code_trial(problem.problem_id, reference, self.cfg)
                 if isinstance(trial, Verdict) or not run_tests:
-                    return _done(trial if isinstance(trial, Verdict) else PASSED)
+                    return done_verdict(trial if isinstance(trial, Verdict) else PASSED)
                 return self._trial(problem.problem_id, reference)
             case CustomReference():
                 return self._judge_trial(problem, reference)
@@ -215,24 +181,24 @@ class JudgePool:
         The value is FAILED_ON_ANSWER if it failed on this answer, and works on a trivial one to the same problem.
         `digest` is the `source_digest` that its module must have.
         """
-        return self._submit(UserTask(function=reward, digest=digest, answer=answer))
+        return self._calls.submit(UserTask(function=reward, digest=digest, answer=answer))
 
     def _trial(self, problem_id: str, reference: MathReference | CodeReference) -> Future[Verdict]:
         """Return a future of the trial of a reference; it is made once and remembered, unless the machine failed."""
         if isinstance(reference, MathReference):
-            return self._once(reference, lambda: self._submit(self._math_trial(reference)))
+            return self._once(reference, lambda: self._calls.submit(self._math_trial(reference)))
         prepared = code_trial(problem_id, reference, self.cfg)
         if isinstance(prepared, Verdict):
-            return _done(prepared)
+            return done_verdict(prepared)
         # The key is not the reference itself: its tests may be large.
-        return self._once(digest_of(prepared), lambda: self._submit(prepared))
+        return self._once(digest_of(prepared), lambda: self._calls.submit(prepared))
 
     def _judge_trial(self, problem: Problem, reference: CustomReference) -> Future[Verdict]:
         """Return a future of the trial of a user's judge on a problem, remembered as that of our own references."""
         task = self._user_task(problem, reference, TRIAL_RESPONSE, TRIAL_RESPONSE)
         if isinstance(task, Verdict):
-            return _done(task)
-        return self._once(digest_of(task), lambda: self._probe(task))
+            return done_verdict(task)
+        return self._once(digest_of(task), lambda: self._calls.probe(task))
 
     def _once(self, key: MathReference | bytes, start: Callable[[], Future[Verdict]]) -> Future[Verdict]:
         with self._trials_lock:
@@ -242,7 +208,7 @@ class JudgePool:
                 trial.set_running_or_notify_cancel()
                 self._trials[key] = trial
         if known is not None:
-            return _done(known) if isinstance(known, Verdict) else known
+            return done_verdict(known) if isinstance(known, Verdict) else known
         start().add_done_callback(lambda done: self._remember(key, trial, done))
         return trial
 
@@ -265,7 +231,7 @@ class JudgePool:
                 self._trials[key] = verdict
             else:
                 del self._trials[key]
-        _resolve(trial, done)
+        pass_on(trial, done)
 
     def _after(self, trial: Future[Verdict], prepare: Callable[[Verdict], Verdict | Task]) -> Future[Verdict]:
         """Return a future of the verdict on an answer once the trial has passed, else of the trial's own verdict.
@@ -276,16 +242,16 @@ class JudgePool:
         def follow(done: Future[Verdict]) -> Future[Verdict]:
             if done.exception() is not None or not done.result().outcome.counts_for_model:
                 return done
-            return self._submit(prepare(done.result()))
+            return self._calls.submit(prepare(done.result()))
 
         if trial.done():
             return follow(trial)
         verdict: Future[Verdict] = Future()
-        verdict.set_running_or_notify_cancel()  # as in `_submit`
+        verdict.set_running_or_notify_cancel()  # as in `JudgeCalls.submit`
 
         def go_on(done: Future[Verdict]) -> None:
             try:
-                follow(done).add_done_callback(lambda last: _resolve(verdict, last))
+                follow(done).add_done_callback(lambda last: pass_on(verdict, last))
             except Exception as e:  # noqa: BLE001  a future swallows what its callbacks raise, and ours would never end
                 verdict.set_exception(e)
 
@@ -377,140 +343,6 @@ class JudgePool:
 
     def _unknown(self, reference: CustomReference) -> str:
         return f"verify.judges has no judge {reference.judge!r}; it has {', '.join(self._judges) or 'none'}"
-
-    def _submit(self, prepared: Verdict | Task, *, is_probe: bool = False) -> Future[Verdict]:
-        if isinstance(prepared, Verdict):
-            return _done(prepared)
-        verdict: Future[Verdict] = Future()
-        # From now on it cannot be cancelled: a cancelled caller stops waiting, and the verdict still comes.
-        verdict.set_running_or_notify_cancel()
-
-        def resolve(fault: Fault) -> None:
-            blamed = _failed(fault) if is_probe else self._blame(prepared, fault)
-            blamed.add_done_callback(lambda done: _resolve(verdict, done))
-
-        # A task over which two processes die is taken for the cause, and would end every further one.
-        self._run(prepared, verdict, resolve, tries_left=1)
-        return verdict
-
-    def _run(self, task: Task, verdict: Future[Verdict], on_break: Callable[[Fault], None], *, tries_left: int) -> None:
-        """Submit a task and resolve `verdict` with its result; submit it again if the judging process died.
-
-        A user's function that ran out of time is also tried again: a busy machine, or what it asks, may have been slow.
-        `on_break` is called instead if the judgement broke off over what was judged.
-        """
-        is_users = isinstance(task, UserTask)
-        tried_again = _TRIED_AGAIN + (_TRIED_AGAIN_OF_USERS if is_users else ())
-        of_the_answer = _OF_THE_ANSWER + (_TRIED_AGAIN_OF_USERS if is_users else ())
-
-        def resolve(done: Future[Verdict | Fault]) -> None:
-            result = done.result()
-            match result:
-                case Verdict():
-                    verdict.set_result(result)
-                case Fault(kind=kind) if tries_left > 0 and kind in tried_again:
-                    self._run(task, verdict, on_break, tries_left=tries_left - 1)
-                case Fault(kind="no_sandbox"):
-                    verdict.set_exception(SandboxError(result.detail))
-                case Fault(kind=kind) if kind in of_the_answer:
-                    on_break(result)
-                case _:
-                    _failed(result).add_done_callback(lambda last: _resolve(verdict, last))
-
-        try:
-            client = self._local if is_users else self._client
-            client.submit(task).add_done_callback(resolve)
-        except OSError as e:
-            verdict.set_exception(JudgeError(f"the judging process cannot be started: {e}"))
-
-    def _blame(self, task: Task, fault: Fault) -> Future[Verdict]:
-        """Return a future of the verdict on a judgement that broke off: whose fault it was.
-
-        Our references pass their trial before an answer is judged by them, so that the answer is to blame. A judge of
-        the user's may depend on something outside, such as a server: it is tried on answers of ours each time, which
-        also tells a machine or server that is away from an answer over which the function waits or dies.
-        """
-        if isinstance(task, UserTask) and fault.kind == "out_of_memory":
-            fault = dataclasses.replace(fault, detail=memory_message(task.function))
-        match task:
-            case MathTask(is_trial=True) | CodeTask(program=None):
-                return _done(Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=fault.detail))
-            case MathTask():
-                detail = f"answer {task.answer} is wrong: {fault.detail}, where the reference itself is"
-                return _done(Verdict(outcome=Outcome.SCORED, score=0.0, detail=detail))
-            case UserTask():
-                return self._blame_user_function(task, fault)
-            case _:
-                return _failed(fault)
-
-    def _blame_user_function(self, task: UserTask, fault: Fault) -> Future[Verdict]:
-        """Try a user's judge or reward on answers of ours; if it works on one, the model's answer is to blame."""
-        verdict: Future[Verdict] = Future()
-        verdict.set_running_or_notify_cancel()
-
-        def follow(done: Future[Verdict]) -> None:
-            if done.exception() is None and done.result().outcome is Outcome.SCORED:
-                is_judge = isinstance(task.function, CustomJudge)
-                what, score = ("wrong: the judge", 0.0) if is_judge else ("the reward", FAILED_ON_ANSWER)
-                detail = f"{what} works on another answer, but on this one it failed: {fault.detail}"
-                verdict.set_result(Verdict(outcome=Outcome.SCORED, score=score, detail=detail))
-            else:
-                _failed(fault).add_done_callback(lambda last: _resolve(verdict, last))
-
-        self._probe(task).add_done_callback(follow)
-        return verdict
-
-    def _probe(self, task: UserTask) -> Future[Verdict]:
-        """Return a future that is PASSED if a user's function works on an answer of ours, else says why not.
-
-        Once our first two answers, a number and a right one, have failed, others are tried for as long as one call may
-        take: a function that waits for something outside fails slowly on each.
-        """
-        verdict: Future[Verdict] = Future()
-        verdict.set_running_or_notify_cancel()
-        probes = probes_of(task)
-        failed: list[Verdict] = []
-        ends_at = math.inf
-
-        def follow(done: Future[Verdict]) -> None:
-            nonlocal ends_at
-            if done.exception() is not None:
-                _resolve(verdict, done)
-                return
-            if done.result().outcome is Outcome.SCORED:
-                verdict.set_result(PASSED)
-                return
-            failed.append(done.result())
-            if len(failed) == _FIRST_PROBES:
-                ends_at = time.monotonic() + longest_s(task.function.timeout_s)
-            is_late = time.monotonic() > ends_at or all(one.outcome is Outcome.TIMED_OUT for one in failed)
-            if probes and (len(failed) < _FIRST_PROBES or not is_late):
-                self._submit(probes.pop(0), is_probe=True).add_done_callback(follow)
-            else:
-                detail = f"{failed[0].detail}; {_NO_PROBE_WORKED.format(len(failed))}"
-                verdict.set_result(dataclasses.replace(failed[0], detail=detail))
-
-        self._submit(probes.pop(0), is_probe=True).add_done_callback(follow)
-        return verdict
-
-
-def _failed(fault: Fault) -> Future[Verdict]:
-    outcome = Outcome.TIMED_OUT if fault.kind in ("timed_out", "out_of_cpu") else Outcome.JUDGE_FAILED
-    return _done(Verdict(outcome=outcome, score=0.0, detail=fault.detail))
-
-
-def _resolve(verdict: Future[Verdict], done: Future[Verdict]) -> None:
-    error = done.exception()
-    if error is not None:
-        verdict.set_exception(error)
-    else:
-        verdict.set_result(done.result())
-
-
-def _done(verdict: Verdict) -> Future[Verdict]:
-    future: Future[Verdict] = Future()
-    future.set_result(verdict)
-    return future
 
 
 def _no_answer_verdict(missing: NoAnswer, cfg: VerifyConfig, *, is_code: bool = False) -> Verdict:

@@ -110,7 +110,7 @@ def test_two_engines_on_two_nodes_answer_what_one_in_the_process_answers(
     cluster: None, model: Path, expected: list[EvalSample], tmp_path: Path
 ) -> None:
     assert answers(model, tmp_path, is_pool=True) == expected
-    assert not psutil.wait_procs(actors_of("EngineActor"), timeout=20)[1]
+    assert not psutil.wait_procs(actors_of("EngineActor"), timeout=90)[1]
 
 
 def test_an_engine_killed_in_mid_run_is_replaced_and_the_answers_are_the_same(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from virtual_clock import run_virtually
 
 from klear_core.cluster.rank_actors import RankActor, Reports
 from klear_core.config.train import TrainRuntime
@@ -67,7 +68,7 @@ def test_a_call_may_last_longer_than_the_limit_as_long_as_a_rank_makes_progress(
         gang = gang_of(FakeRank(advances), FakeRank(stops))
         return await gang.wait([asyncio.sleep(2, "done")], "do a step", stall_timeout_s=1)
 
-    assert asyncio.run(drive()) == ["done"]
+    assert run_virtually(drive()) == ["done"]
 
 
 def test_ranks_without_progress_are_named_with_what_they_did_last() -> None:
@@ -80,7 +81,7 @@ def test_ranks_without_progress_are_named_with_what_they_did_last() -> None:
         r"learner rank 1: micro-batch 1; learner rank 0: micro-batch 7; the log has the stack of every rank$"
     )
     with pytest.raises(TrainingError, match=told):
-        asyncio.run(drive())
+        run_virtually(drive())
 
 
 def hang_in_a_collective_call(is_over: threading.Event) -> None:
@@ -96,7 +97,7 @@ def test_the_log_has_every_ranks_stack_when_they_stall(caplog: pytest.LogCapture
         await gang_of(FakeRank(stops), FakeRank(stops)).wait([asyncio.sleep(3600)], "train", stall_timeout_s=0.6)
 
     with pytest.raises(TrainingError, match="stalled"):
-        asyncio.run(drive())
+        run_virtually(drive())
     is_over.set()
     told = [record.getMessage() for record in caplog.records if "had stalled" in record.getMessage()]
     assert [line.partition(",")[0] for line in told] == ["learner rank 0", "learner rank 1"]
@@ -123,5 +124,5 @@ def test_a_rank_without_gpu_memory_ends_the_stage_with_its_settings_and_is_not_w
     with pytest.raises(
         GpuMemoryError, match=r"learner rank 1 ran out of GPU memory .*tokens_per_microbatch = 16384"
     ) as e:
-        asyncio.run(drive())
+        run_virtually(drive())
     assert e.value.is_permanent  # so that the stage is not repeated as it was

@@ -112,5 +112,5 @@ def test_a_machine_in_a_namespace_sees_only_its_own_disk(cluster: Cluster) -> No
     (cluster.made.disks / "2").mkdir()
     (cluster.made.disks / "2" / "secret").write_text("of machine 2")
     looked = cluster.made.start(3, ["ls", str(cluster.made.disks / "2")], dict(os.environ), "ls.log")
-    assert looked.wait(30) == 0
+    assert looked.wait(90) == 0
     assert (cluster.made.disks / "3" / "ls.log").read_text() == ""

@@ -74,7 +74,7 @@ def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     asyncio.run(watched())
     assert not complaints
-    assert not psutil.wait_procs(actors_of("EngineActor"), timeout=20)[1]
+    assert not psutil.wait_procs(actors_of("EngineActor"), timeout=90)[1]
 
 
 def test_a_model_gets_the_gpu_that_the_last_answer_of_another_leaves_idle(spec: EngineSpec) -> None:

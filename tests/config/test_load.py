@@ -57,7 +57,7 @@ def test_a_profile_that_names_the_default_kind_keeps_what_the_extended_one_sets(
 
 @pytest.mark.parametrize("section", ["rl", "rl_code"])
 def test_a_term_for_which_no_stage_makes_numbers_is_refused(profile, section):
-    with pytest.raises(ConfigError, match=rf"{section}.distill is set, but no teacher scores RL's own answers yet"):
+    with pytest.raises(ConfigError, match=rf"{section}.distill is set, but no teacher: set rl_teacher"):
         load_profile(profile, [f"{section}.distill.coef=0.5"])
 
 

@@ -41,3 +41,5 @@ def test_what_is_given_uses_no_settings_of_its_training() -> None:
     assert used("given.distill.path=t.jsonl") == everything
     assert used("given.sft.path=m", "given.curate_rl.path=p.jsonl") == {"curate", "curate_rl", "rl", "evaluate"}
     assert used("promote.margin=5") == everything | {"promote"}
+    assert used("rl.distill={}", "rl_teacher={}") == everything | {"rl_teacher"}
+    assert used("rl.distill={}", "rl_teacher.source={kind='given', model={path='m'}}") == everything | {"rl_teacher"}

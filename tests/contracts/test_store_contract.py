@@ -333,7 +333,7 @@ def test_unfinished_work_is_sent_while_the_stage_runs_and_no_file_before_those_t
             names = json.loads(content)["files"] if content else {}
             assert all(f"b{name[1:]}" in names for name in names)
             time.sleep(0.01)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while bucket.read("work/sft-f1/index") is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -24,7 +24,7 @@ SMALL = (
 )
 CHECKPOINT_EVERY = {"sft": 10, "rl": 1}
 BEFORE_SFT = ("benchmarks", "curate", "base", "distill")
-GONE_IN_S = 30.0
+GONE_IN_S = 90.0
 
 Run = Callable[..., Command]
 """Starts a small run with more arguments and environment variables."""

@@ -24,7 +24,7 @@ from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.manifest import read_manifest, write_manifest
 from klear_core.artifacts.run_history import RunHistory
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # seconds on a quiet machine
+pytestmark = pytest.mark.timeout(1800)  # seconds on a quiet machine
 
 
 def klear(*args: str | Path) -> str:
@@ -46,6 +46,7 @@ def make_old(workspace: Path, *kinds: str) -> None:
         write_manifest(folder, read_manifest(folder).model_copy(update={"created_at": at}))
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_again_and_again_under_a_run_which_loses_nothing(run: Run, tmp_path: Path, straight: Path):
     workspace = tmp_path / "ws"
     begin_with(straight, workspace, *BEFORE_SFT)
@@ -71,6 +72,7 @@ def test_garbage_is_collected_again_and_again_under_a_run_which_loses_nothing(ru
 # ---- cancelled, and without Ray ----
 
 
+@pytest.mark.bench
 def test_a_run_cancelled_and_left_by_raylet_and_head_of_its_ray_goes_on_to_the_same_weights(
     run: Run, tmp_path: Path, straight: Path
 ):
@@ -184,6 +186,7 @@ def cable() -> Iterator[Cable]:
         yield Cable(address)
 
 
+@pytest.mark.bench
 def test_a_run_outlives_a_store_that_is_away_for_a_minute(
     run: Run, tmp_path: Path, straight: Path, cable: Cable, monkeypatch: pytest.MonkeyPatch
 ):

@@ -68,7 +68,7 @@ class Databases:
             with contextlib.suppress(psutil.NoSuchProcess):  # PostgreSQL's own end with their leader
                 process.send_signal(signal.SIGKILL)
         self.redis.wait()
-        psutil.wait_procs(doomed, timeout=30)
+        psutil.wait_procs(doomed, timeout=90)
 
     @property
     def settings(self) -> dict[str, str]:

@@ -131,7 +131,7 @@ class Server:
             process.wait()
 
 
-def once(look: Callable[[], T], is_so: Callable[[T], bool], *, timeout_s: float = 60) -> T:
+def once(look: Callable[[], T], is_so: Callable[[T], bool], *, timeout_s: float = 120) -> T:
     """What is seen once it is so, or at last: a run's logs and tasks reach the server in batches, some only after its final state."""
     deadline = time.monotonic() + timeout_s
     while not is_so(seen := look()) and time.monotonic() < deadline:

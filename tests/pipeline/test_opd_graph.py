@@ -15,7 +15,7 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import config_digest
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.plan import PendingWork, teacher_note
+from klear_core.pipeline.plan import PendingWork, teacher_notes
 from klear_core.pipeline.preflight.model_checks import token_problems
 from klear_core.train.base_model import prepare_base
 
@@ -23,7 +23,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 GIVEN = {"kind": "given", "model": {"repo": "Qwen/Teacher-30B", "revision": "0" * 40}}
 
 
-def config(opd: dict[str, object], **changes: object) -> PipelineConfig:
+LIVE = {"rl_teacher": {"source": GIVEN}, "rl": {"distill": {}}}
+ENDPOINT = {"base_url": "http://localhost/v1", "model": "teacher-30b"}
+SERVED = {"source": GIVEN, "runtime": {"num_engines": 0, "endpoints": [ENDPOINT]}}
+
+
+def config(opd: dict[str, object] | None, **changes: object) -> PipelineConfig:
     return PipelineConfig.model_validate({"opd": opd, **changes})
 
 
@@ -45,6 +50,26 @@ def test_distillation_stands_between_sft_and_rl() -> None:
         "evaluate_rl",
     ]
     assert "opd" not in inputs_of(PipelineConfig())
+
+
+def test_a_teacher_of_rl_is_an_input_of_the_stages_that_learn_from_it() -> None:
+    graph = inputs_of(config(None, **LIVE, rl_code={}))
+    assert graph["rl_teacher"] == {}
+    assert graph["rl"] == {"model": "sft", "problems": "curate", "teacher": "rl_teacher"}
+    assert graph["rl_code"] == {"model": "rl", "problems": "curate"}
+    trained = inputs_of(config(None, rl_teacher={}, rl={"distill": {}}))
+    assert trained["rl_teacher"] == {"model": "rl_teacher_base", "traces": "distill"}
+    assert "teacher" not in inputs_of(PipelineConfig())["rl"]
+
+
+def test_the_place_of_rls_teacher_changes_no_settings_and_what_it_scores_does() -> None:
+    def digest(**teacher: object) -> str:
+        made = config(None, **LIVE | {"rl_teacher": {"source": GIVEN, **teacher}})
+        (job,) = (stage.job for stage in stages_of(made) if stage.name == "rl")
+        return config_digest(job)
+
+    assert digest() == digest(source={"kind": "given", "model": {"path": "elsewhere"}}) == digest(**SERVED)
+    assert digest() != digest(top_k=0)
 
 
 def test_a_teacher_that_is_trained_here_learns_the_same_traces() -> None:
@@ -79,10 +104,27 @@ def test_rollouts_depend_on_no_teacher_and_scores_on_no_training() -> None:
         ({"rollouts": {"sampling": {"temperature": 0.6}}, "teacher": {"engine": {"kind": "vllm"}}}, {}, "set it to 1"),
         ({"rollouts": {"sampling": {"temperature": 0}}}, {}, "greedy"),
         ({"rollouts": {"sampling": {"top_p": 0.9}}}, {}, "old_logps = 'sampler'"),
+        (None, {"rl": {"distill": {}}}, "rl.distill is set, but no teacher"),
+        (None, {"rl_code": {"distill": {}}}, "rl_code.distill is set, but no teacher"),
+        (None, {"rl_teacher": {}}, "no RL stage learns from it"),
+        (None, {"rl": {"distill": {}}, "rl_teacher": {"engine": {"kind": "vllm"}}}, "serve the model with vLLM"),
+        (
+            None,
+            {"rl": {"distill": {}}, "rl_teacher": {"engine": {"kind": "torch", "runtime": {"device": "cuda"}}}},
+            "serve the model",
+        ),
+        (None, {"rl": {"distill": {}}, "rl_teacher": {"runtime": {"num_engines": 2}}}, "at most one engine"),
+        (
+            None,
+            {"rl": {"distill": {}, "rollout": {"sampling": {"temperature": 0.6}}}, "rl_teacher": SERVED},
+            "set it to 1",
+        ),
+        (None, {"rl": {"distill": {}, "loss": {"kind": "gspo"}}, "rl_teacher": {}}, "set rl_teacher.top_k = 0"),
+        (None, {"rl": {"distill": {}, "max_negative_kl": 0.5}, "rl_teacher": {}}, "set rl_teacher.top_k = 0"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
-    opd: dict[str, object], changes: dict[str, object], message: str
+    opd: dict[str, object] | None, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         config(opd, **changes)
@@ -105,13 +147,14 @@ def http(model: str) -> dict[str, object]:
     ],
 )
 def test_a_teacher_other_than_that_of_the_traces_is_warned_of(changes: dict[str, object], made_by: str) -> None:
-    note = teacher_note(config({"teacher": {"source": GIVEN}}, **changes))
-    assert (f"the SFT traces are by {made_by}" in note) if made_by else note == ""
+    notes = list(teacher_notes(config({"teacher": {"source": GIVEN}}, **LIVE, **changes)))
+    assert [note.partition(" is ")[0] for note in notes] == (["opd.teacher", "rl_teacher"] if made_by else [])
+    assert all(f"the SFT traces are by {made_by}" in note for note in notes)
 
 
 def test_without_distillation_or_with_a_teacher_trained_here_nothing_is_warned_of() -> None:
-    assert teacher_note(PipelineConfig()) == ""
-    assert teacher_note(config({})) == ""
+    assert list(teacher_notes(PipelineConfig())) == []
+    assert list(teacher_notes(config({}))) == []
 
 
 def test_a_teacher_of_other_tokens_is_found_before_anything_runs(tmp_path: Path) -> None:

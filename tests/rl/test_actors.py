@@ -120,7 +120,7 @@ def test_actors_learn_exactly_what_one_process_learns(
     assert progress.counters() == undisturbed[1].counters()
     assert progress.notes == ()  # the direct way carries the known tensors, and engines give the learner's log-probs
     assert same_weights(tmp_path, undisturbed[0])
-    assert not psutil.wait_procs(actors_of("RolloutActor") + actors_of("LearnerActor"), timeout=30)[1]
+    assert not psutil.wait_procs(actors_of("RolloutActor") + actors_of("LearnerActor"), timeout=90)[1]
 
 
 @pytest.mark.slow
@@ -337,7 +337,7 @@ def test_a_frozen_actor_is_a_stall_that_names_it(session: None, base: Path, tmp_
     frozen = actors_of("RolloutActor")
     for process in frozen:
         process.send_signal(signal.SIGCONT)
-    assert not psutil.wait_procs(frozen, timeout=20)[1]  # they had been told to end, and do once they can
+    assert not psutil.wait_procs(frozen, timeout=90)[1]  # they had been told to end, and do once they can
 
 
 @pytest.mark.slow
@@ -395,7 +395,7 @@ def test_a_stage_whose_driver_is_killed_leaves_no_actor_and_goes_on_to_the_same_
     assert len(actors) == 3
     driver.kill()
     driver.wait()
-    assert not psutil.wait_procs(actors, timeout=30)[1]
+    assert not psutil.wait_procs(actors, timeout=90)[1]
     progress = run(config(), base, tmp_path)
     assert progress.counters() == undisturbed[1].counters()
     assert same_weights(tmp_path, undisturbed[0])

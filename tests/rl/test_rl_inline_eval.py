@@ -24,7 +24,7 @@ from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import METRICS_FILE, MetricsFile, read_metrics
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
-from klear_core.rl.loop import run_rl, train_rl
+from klear_core.rl.loop import Extras, run_rl, train_rl
 from klear_core.verify import JudgePool
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
@@ -100,7 +100,7 @@ def curve_config(every_steps: int, *, checkpoint_every: int = 1, **changes: obje
 
 def run(cfg: RlConfig, base: Path, workdir: Path, telemetry: Points, inline_eval: VersionExam | None) -> None:
     setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir)
-    asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, telemetry, LocalWorkers(), inline_eval=inline_eval))
+    asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, telemetry, LocalWorkers(), Extras(inline_eval=inline_eval)))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

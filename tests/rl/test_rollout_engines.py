@@ -12,6 +12,7 @@ import torch
 from ray_builders import Saboteur, actors_of, config, kill, run
 from rl_builders import Recorder
 from safetensors.torch import load_file
+from virtual_clock import run_virtually
 
 from klear_core.cluster.engine_actors import Reply, Request, RolloutActor
 from klear_core.cluster.rank_actors import Arrays, Reports, to_arrays
@@ -197,7 +198,7 @@ def test_loading_weights_may_last_longer_than_the_limit_as_long_as_part_after_pa
         await engines.load_weights(StoredWeights(["first", "second", "third"]), version=5)  # type: ignore[list-item]
         await engines._load_actor(0, actor)
 
-    asyncio.run(drive())
+    run_virtually(drive())
     assert actor.calls == 2 * ["first", "second", "third", 5]
 
 
@@ -241,7 +242,7 @@ def test_weights_may_go_directly_for_longer_than_the_limit_as_long_as_the_learne
     setup = RlSetup(cfg=config(stall_timeout_s=1), model=base, seed=0, workdir=tmp_path)
     learner = RayLearner(setup, Restarts(allowed=0), 0, is_direct=True)
     learner._gang.ranks = [SlowSender()]
-    assert asyncio.run(learner.send_weights({0: SlowFetcher()})) == {}
+    assert run_virtually(learner.send_weights({0: SlowFetcher()})) == {}
 
 
 @pytest.mark.slow

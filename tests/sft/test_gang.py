@@ -31,6 +31,7 @@ from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.sft.loop import train_sft
 from klear_core.stopping import Requeued, checkpoint_first, is_asked, requeued_by_signal
 from klear_core.train.distributed import Body, World
+from klear_core.waits import read_trace, traced
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -122,7 +123,7 @@ def die_on_rank_one(world: World, telemetry: Telemetry) -> None:
 
 
 def test_reports_come_home_an_error_is_raised_as_itself_and_a_dead_rank_is_named(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """In this order, because all but the last can come from the same two ranks, each on a node of its own."""
     heard = Recorder()
@@ -130,7 +131,7 @@ def test_reports_come_home_an_error_is_raised_as_itself_and_a_dead_rank_is_named
     async def drive() -> None:
         gang = Gang(RankActor, TWO, gpus_per_rank=0, telemetry=heard)
         await gang.start()
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.INFO), traced(tmp_path / "trace.json"):
             spoken = await gang.wait([r.run.remote(speak) for r in gang.ranks], "speak", stall_timeout_s=60)
         rank, node, total = spoken[0]
         assert (rank, total) == (0, [2.0, 4.0])
@@ -152,6 +153,9 @@ def test_reports_come_home_an_error_is_raised_as_itself_and_a_dead_rank_is_named
 
     asyncio.run(drive())
     assert heard.heard == [(1, 2, "half"), (7, {"a/b/c": 0.5})]
+    spans = read_trace(tmp_path / "trace.json")
+    assert sorted(span.track.partition(" (")[0] for span in spans) == ["learner", "learner rank 0", "learner rank 1"]
+    assert {span.name for span in spans} == {"speak"}
     said = [r.getMessage() for r in caplog.records if r.name == "klear_core.somewhere"]
     assert said.count("all say this") == 1
     assert [s.partition(": ")[2] for s in said if s.startswith("learner rank 1")] in (

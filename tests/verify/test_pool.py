@@ -27,7 +27,7 @@ HALF_RIGHT = "a, b = map(int, input().split())\nprint(3)"
 
 
 def server_of(pool: JudgePool) -> psutil.Process:
-    return psutil.Process(pool._client._link.process.pid)
+    return psutil.Process(pool._calls._client._link.process.pid)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_caller_that_is_cancelled_leaves_no_error_behind(
 def test_easy_verdicts_start_no_process() -> None:
     with JudgePool(ONE_WORKER) as pool:
         assert [pool.judge(math_problem("7"), boxed(a)).score for a in ("7", "8", "07")] == [1.0, 0.0, 1.0]
-        assert pool._client._link is None
+        assert pool._calls._client._link is None
 
 
 def test_the_first_verdict_comes_before_the_last_answer_is_submitted(math_worker: JudgePool) -> None:
@@ -158,7 +158,7 @@ def test_closing_with_an_answer_pending_judges_it_no_more() -> None:
     pool.close()
     verdict = pending.result(timeout=PATIENCE_S)
     assert (verdict.outcome, verdict.detail) == (Outcome.JUDGE_FAILED, "the judges were closed")
-    assert pool._client._link is None
+    assert pool._calls._client._link is None
 
 
 def test_a_task_that_was_sent_cannot_be_cancelled_else_its_verdict_would_end_the_reader() -> None:
@@ -192,7 +192,7 @@ def test_nothing_runs_on_when_the_caller_is_killed() -> None:
         "from klear_core.verify import JudgePool\nfrom klear_core.config.verify import *\nfrom klear_core.types import *\nimport time\n"
         "pool = JudgePool(VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=1)))\n"
         "p = Problem(problem_id='p', source='s', domain=Domain.MATH, question='', reference=MathReference(answers=('1/2',)), difficulty=Difficulty.EASY)\n"
-        "pool.judge(p, '</think>0.5')\nprint(pool._client._link.process.pid, flush=True)\ntime.sleep(1000)"
+        "pool.judge(p, '</think>0.5')\nprint(pool._calls._client._link.process.pid, flush=True)\ntime.sleep(1000)"
     )
     caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None

@@ -28,7 +28,7 @@ from klear_core.cluster.placement import (
 )
 from klear_core.config.data_jobs import GivenModelJob
 from klear_core.config.evaluate import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
-from klear_core.config.opd import GivenTeacher
+from klear_core.config.opd import GivenTeacher, TrainedTeacher
 from klear_core.config.opd_jobs import OpdScoresJob
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.stage import BaseJob, EngineUse, RlJob, SftJob, Stage
@@ -58,10 +58,8 @@ def model_problems(work: PendingWork) -> Iterator[str]:
 
 def token_problems(work: PendingWork) -> Iterator[str]:
     """Find a teacher of on-policy distillation whose tokens are not the student's: nothing could be learned."""
-    for stage, job in work.pending(OpdScoresJob):
-        source = job.runtime.source
+    for key, source in _teachers(work):
         teacher = source.model.as_model() if isinstance(source, GivenTeacher) else source.model
-        key = f"{stage.section}.teacher.source.model"
         try:
             student_ids, teacher_ids = _token_ids(work.config.start_model), _token_ids(teacher)
         except ConfigError as e:
@@ -72,6 +70,15 @@ def token_problems(work: PendingWork) -> Iterator[str]:
             note = different_tokens(student_ids, teacher_ids)
             if note:
                 yield f"{key}: {note}"
+
+
+def _teachers(work: PendingWork) -> Iterator[tuple[str, GivenTeacher | TrainedTeacher]]:
+    """Yield the teachers of pending stages, each with the key of its model."""
+    for stage, job in work.pending(OpdScoresJob):
+        yield f"{stage.section}.teacher.source.model", job.runtime.source
+    config = work.config
+    if config.rl_teacher and any(job.teacher for _, job in work.pending(RlJob)):
+        yield "rl_teacher.source.model", config.rl_teacher.source
 
 
 def _token_ids(model: ModelConfig) -> Mapping[str, int] | None:

@@ -32,7 +32,7 @@ def test_jails_whose_workers_were_killed_are_gone_when_the_pool_is_closed(sandbo
         pytest.skip("only root may kill a firejail, which is setuid; others wait for it to end")
     with JudgePool(code_config()) as pool:
         assert pool.judge(problem(ADD_STDIN), fenced("a, b = map(int, input().split())\nprint(a + b)")).score == 1.0
-        server = psutil.Process(pool._client._link.process.pid)
+        server = psutil.Process(pool._calls._client._link.process.pid)
         workers = server.children()
         jailed = [p for worker in workers for p in worker.children(recursive=True)]
         for process in jailed:

@@ -1,6 +1,6 @@
-"""docs/when_a_run_goes_wrong.md is of real runs: its pictures and its quoted warnings follow from docs/pictures/bad_runs.jsonl.
+"""The pictures of the pages are of real runs, and so are the warnings that docs/when_a_run_goes_wrong.md quotes.
 
-To draw the pictures anew: KLEAR_DRAW=1 pytest tests/report/test_bad_runs.py
+To draw the pictures anew: KLEAR_DRAW=1 pytest tests/report/test_pictures.py
 """
 
 from __future__ import annotations
@@ -54,14 +54,18 @@ def runs() -> dict[str, dict[int, dict[str, float]]]:
 RUNS = runs()
 
 
-def picture(name: str) -> str:
-    """The chart of the report as a file of its own, with its legend in it."""
+def lines_of(name: str) -> list[tuple[str, Series]]:
     legend = SHARES.get(name) or NUMBERS[name]
-    series = []
+    lines = []
     for metric, label in legend.items():
         points = {step: row[metric] for step, row in RUNS[name].items() if metric in row}
-        series.append((label, Series(name=f"rl/{metric}", steps=tuple(points), values=tuple(points.values()))))
-    chart = line_chart(name, series, is_share=name in SHARES)
+        lines.append((label, Series(name=f"rl/{metric}", steps=tuple(points), values=tuple(points.values()))))
+    return lines
+
+
+def drawn(name: str, lines: list[tuple[str, Series]], *, is_share: bool) -> str:
+    """The chart of the report as a file of its own, with its legend in it."""
+    chart = line_chart(name, lines, is_share=is_share)
     assert chart is not None
     html = str(page_template("macros.html.j2").module.line_chart(chart, charts))  # type: ignore[attr-defined]
     (drawing,) = re.findall(r"<svg[^>]*>(.*)</svg>", html, re.DOTALL)
@@ -81,13 +85,28 @@ def picture(name: str) -> str:
     )
 
 
-@pytest.mark.parametrize("name", [*SHARES, *NUMBERS])
-def test_a_picture_shows_the_run_in_the_data(name: str) -> None:
+def require_drawn(name: str, lines: list[tuple[str, Series]], *, is_share: bool) -> None:
     file = DOCS / "pictures" / f"{name}.svg"
     if os.environ.get("KLEAR_DRAW"):
-        file.write_text(picture(name))
-    assert file.read_text() == picture(name)
+        file.write_text(drawn(name, lines, is_share=is_share))
+    assert file.read_text() == drawn(name, lines, is_share=is_share)
+
+
+@pytest.mark.parametrize("name", [*SHARES, *NUMBERS])
+def test_a_picture_shows_the_run_in_the_data(name: str) -> None:
+    require_drawn(name, lines_of(name), is_share=name in SHARES)
     assert f"](pictures/{name}.svg)" in PAGE
+
+
+def test_the_picture_of_smol_shows_its_runs() -> None:
+    rows = json.loads((DOCS / "data" / "smol_runs.json").read_text())["rl"]
+    runs = {(row["seed"], row["max_staleness"]): tuple(row["pass_rate"]) for row in rows}
+    legend = {(33, 0): "seed 33", (34, 0): "seed 34", (32, 1): "seed 32, one step apart"}
+    steps = tuple(range(1, 29))
+    lines = [(label, Series(name="rl/pass/rate", steps=steps, values=runs[run])) for run, label in legend.items()]
+    require_drawn("smol", lines, is_share=True)
+    for page in (DOCS / "smol.md", DOCS.parent / "README.md"):
+        assert "pictures/smol.svg)" in page.read_text()
 
 
 @pytest.mark.parametrize("name", [*SHARES, *NUMBERS])
