@@ -62,6 +62,35 @@ def show_core_logs() -> None:
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
+OTEL_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""OpenTelemetry's own environment variables with the address of a collector; its others count as well."""
+
+
+def export_spans() -> None:
+    """Send Prefect's spans, one of each run and each stage, to the collector that the environment names, if it does.
+
+    ConfigError without the exporter. A program that was started with `opentelemetry-instrument` keeps its own.
+    """
+    endpoint = next((name for name in OTEL_ENDPOINTS if os.environ.get(name)), None)
+    if endpoint is None:
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as e:
+        raise ConfigError(f"{endpoint} is set, and the exporter is missing: pip install 'klear[otel]'") from e
+    from opentelemetry import trace
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    if isinstance(trace.get_tracer_provider(), TracerProvider):
+        return
+    os.environ.setdefault("OTEL_SERVICE_NAME", "klear")
+    provider = TracerProvider(resource=Resource.create())  # sends what is left when the process exits
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+
+
 # ---- profiles ----
 
 

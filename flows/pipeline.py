@@ -23,7 +23,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Failed
 from pydantic import TypeAdapter
 
-from flows.environment import PipelineResult, StageSelection, page_of, resolve, show_core_logs
+from flows.environment import PipelineResult, StageSelection, export_spans, page_of, resolve, show_core_logs
 from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
 from flows.process import lost_interrupts_sent_again, make_terminations_interrupts
 from flows.retraining import gated, previous_run, summary, turn
@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 # At exit the interpreter garbage-collects all objects of torch, Ray and Prefect. That delays the end of a cancelled run
 # by over a second of CPU, and by many seconds on a busy machine. Frozen objects are skipped.
 atexit.register(gc.freeze)
+export_spans()  # on import, because Prefect begins a run's span before it calls the flow
 
 
 @dataclass(slots=True, kw_only=True)

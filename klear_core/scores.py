@@ -20,6 +20,8 @@ from klear_core.types import Difficulty, Outcome, PassRate
 REPORT_FILE = "report.json"
 SAMPLES_FOLDER = "samples"
 """Folder of an evaluation with the answers to the plain questions."""
+SHOWN_FILE = "sample_rollouts.parquet"
+"""The answers of an RL artifact that a person may look at."""
 RATES_FOLDER = "pass_rates"
 """Folder of a tag artifact that holds a `PassRate` for each problem with a judged answer."""
 

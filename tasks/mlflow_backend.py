@@ -1,6 +1,7 @@
 """Send runs to MLflow: one parent run per pipeline run, one child run per stage.
 
-This module, `tasks.mlflow_database` and `tasks.model_registry` are the only ones that call MLflow's API.
+This module, `tasks.answer_traces`, `tasks.mlflow_database` and `tasks.model_registry` are the only ones that call
+MLflow's API.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from klear_core.artifacts.files import file_lock, says_disk_full
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, ArtifactRef, InputRecord
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError, KlearError
+from tasks.answer_traces import answer_traces, send_traces
 from tasks.mlflow_database import database_file, ensure_database
 
 if TYPE_CHECKING:
@@ -229,8 +231,28 @@ class MlflowBackend:
                 self._reference_model(run, ref, record.stage)
             if record.page:
                 self._client.log_artifact(run.parent_id, str(ref.path / record.page))
+        self._trace_answers(run, record)
         if scores:
             self._show_columns([point.name for point in scores], record.ended_ms)
+
+    def _trace_answers(self, run: OpenRun, record: TrackedRun) -> None:
+        """Send single answers of the artifact as traces, if the server takes them and the artifact has some."""
+        assert record.ref is not None, "answers are in an artifact"
+        traces = answer_traces(record.ref.path)
+        if not traces:
+            return
+        try:
+            with translated():
+                send_traces(
+                    traces,
+                    tracking_uri=self._client.tracking_uri,
+                    experiment_id=self._experiment(),
+                    run_id=run.run_id,
+                    stage=record.stage,
+                    at_ms=record.ended_ms,
+                )
+        except (Refused, NotImplementedError) as e:  # the latter for a server before 3.4
+            log.warning("MLflow takes no traces of %s, whose answers are in the artifact: %s", record.stage, e)
 
     def end(self, run_id: str, status: RunStatus, at_ms: int) -> None:
         """Close a run."""

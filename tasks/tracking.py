@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord, read_manifest
+from klear_core.artifacts.run_history import RunHistory
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import Settings, leaves_of, result_settings
 from klear_core.config.stage import Job, ReportJob
@@ -276,10 +277,12 @@ def report_inputs(
         git_commit=commit.sha if commit else "",
         links=links,
     )
+    gpus = _gpus_held(info)
     done = [
         of.StageFolder(
             stage=stage,
             folder=inputs[stage.name].path,
+            num_gpus=gpus.get(stage.name, 0),
             # By time, because a retry of the flow run reuses what the same run has made, which is not older.
             was_reused=manifests[stage.name].created_at < info.started_at,
         )
@@ -295,6 +298,12 @@ def report_inputs(
         score_warnings=tuple(_score_warnings(config, inputs)),
         published=read_published(_PUBLISHED),
     )
+
+
+def _gpus_held(info: RunInfo) -> dict[str, int]:
+    """Return the number of GPUs that the run has held for each stage that it made, as its record says."""
+    records = RunHistory.of(workspace_root(info.workspace)).records()
+    return {stage.name: stage.num_gpus for record in records if record.run_id == info.run_id for stage in record.stages}
 
 
 def _score_warnings(config: PipelineConfig, inputs: Mapping[str, ArtifactRef]) -> Iterator[ScoreWarning]:

@@ -41,7 +41,7 @@ from klear_core.rl.rollout import Collector, Lookahead, Sampler, StepRollouts, n
 from klear_core.rl.state import InlineEval, InlineEvals, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
 from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
 from klear_core.rl.stream import Curriculum, PromptStream
-from klear_core.scores import read_pass_rates
+from klear_core.scores import SHOWN_FILE, read_pass_rates
 from klear_core.stopping import StoppedEarly, checkpoint_first
 from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, PassRate, Problem, RewardValues, Scorer
@@ -106,7 +106,7 @@ def train_rl(
     shown = _shown(setup)
     # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
-    gather_shown(shown, workdir / "sample_rollouts.parquet")
+    gather_shown(shown, workdir / SHOWN_FILE)
     summary = progress.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=setup.seed)
     return summary.model_copy(update={"notes": (*cfg.reward.loopholes, *warnings, *summary.notes, *notes)})
 

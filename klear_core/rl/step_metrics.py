@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -167,8 +167,18 @@ class TokenStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardParts:
+    """What a reward is made of, besides the judge's score."""
+
+    is_positive: bool | None = None
+    """Whether the answer is right and well-formed; None in artifacts of earlier versions."""
+    custom: Mapping[str, float | None] = field(default_factory=dict)
+    """Values of the user's rewards without their weights; None for one that failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRollout:
-    """One answer that the policy gave at some step, for the report."""
+    """One answer that the policy gave at some step, for people."""
 
     step: int
     problem_id: str
@@ -179,6 +189,7 @@ class ShownRollout:
     outcome: Outcome
     score: float
     reward: float
+    parts: RewardParts = RewardParts()
 
 
 def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[str, float]:
@@ -295,6 +306,7 @@ def _shown(step: int, group: RolloutGroup, rollout: Rollout) -> ShownRollout:
         outcome=rollout.verdict.outcome,
         score=rollout.verdict.score,
         reward=rollout.reward,
+        parts=RewardParts(is_positive=rollout.is_positive, custom=dict(rollout.custom_rewards)),
     )
 
 

@@ -1,8 +1,9 @@
+import sys
 from pathlib import Path
 
 import pytest
 
-from flows.environment import resolve
+from flows.environment import export_spans, resolve
 from flows.pipeline import label_of, with_seed
 from klear_core.config.distill import ProceduralTeacherConfig
 from klear_core.config.losses import GppoConfig
@@ -82,3 +83,10 @@ def test_a_run_with_a_fresh_seed_is_called_by_that_seed():
 def test_an_unknown_override_names_the_key(profile: str):
     with pytest.raises(ConfigError, match=r"sft\.num_epoch.*did you mean num_epochs"):
         resolve(profile, ["sft.num_epoch=1"], None)
+
+
+def test_a_collector_without_the_exporter_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"pip install 'klear\[otel\]'"):
+        export_spans()

@@ -114,6 +114,37 @@ def test_a_ray_job_whose_results_would_end_with_its_folder_is_refused():
     assert "set an absolute path, or workspace.store" in str(result.exception)
 
 
+PLANTED = "planted-0123456789"
+KEYS = {
+    **dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN", "PREFECT_API_KEY"), PLANTED),
+    "OPS_HOOK": f"http://hook.invalid/{PLANTED}",
+    "MLFLOW_TRACKING_URI": f"http://klear:{PLANTED}@mlflow.invalid",
+    "PREFECT_API_URL": f"http://klear:{PLANTED}@prefect.invalid/api",
+    "RAY_API_SERVER_ADDRESS": f"http://klear:{PLANTED}@ray.invalid",
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "settings"),
+    [
+        ("slurm", []),
+        ("ray", []),
+        ("kube", ["image=klear:1", "kube.volume=runs", "cpus_per_node=2", "memory_gb_per_node=16"]),
+        ("prefect", ["queue=klear"]),
+    ],
+)
+def test_no_key_of_the_environment_is_in_the_files_and_commands_of_a_submission(
+    tmp_path, monkeypatch, target, settings
+):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    asked = [word for setting in settings for word in ("--set", f"workspace.submit.{setting}")]
+    notify = ("--set", 'workspace.notify={webhook_env="OPS_HOOK"}')
+    shown = submitted(tmp_path, "smoke", "--to", target, "--dry-run", *notify, *asked)
+    assert "OPS_HOOK" in shown
+    assert PLANTED not in shown
+
+
 def test_sbatch_gets_the_script_and_the_token_is_readable_by_its_owner_alone(tmp_path, monkeypatch):
     stand_in(tmp_path / "bin", "sbatch", 'echo "job of $2"')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")

@@ -155,6 +155,15 @@ def test_the_image_copies_what_exists_installs_extras_of_ours_and_does_not_run_a
     assert {"flows", "tasks", "klear_core", "configs"} <= top_level
 
 
+def test_the_image_takes_no_folder_in_which_somebody_keeps_secrets():
+    """`infra/compose/.env` holds the passwords of all servers, and only what git knows is the same for everybody."""
+    text = (ROOT / "infra" / "images" / "Dockerfile").read_text()
+    folders = {path.split("/")[0] for path in re.findall(r"^COPY (\S+) \S+$", text, re.MULTILINE) if "." not in path}
+    assert folders == {"klear_core", "tasks", "configs", "flows"}
+    assert re.findall(r"^(?:ARG|ENV) \S*(?:PASSWORD|TOKEN|SECRET|KEY)", text, re.MULTILINE) == []
+    assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
+
+
 def test_the_chart_names_each_chart_that_it_sets_values_of_and_the_versions_of_the_locks():
     chart = yaml.safe_load((HELM / "Chart.yaml").read_text())
     values = yaml.safe_load((HELM / "values.yaml").read_text())

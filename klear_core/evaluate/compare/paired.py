@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
 
+from klear_core.artifacts.records import read_shards
 from klear_core.config.settings import Settings, result_settings
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import AnswerCounts, CountsBy, Decoding, count_stored
@@ -18,7 +19,8 @@ from klear_core.evaluate.stats.intervals import (
     paired_rerun_interval,
 )
 from klear_core.evaluate.stats.significance import corrected_by_question, gate_confidence, holm, sign_flip_test
-from klear_core.scores import Estimate, EvalReport, Range, read_reports
+from klear_core.scores import SAMPLES_FOLDER, Estimate, EvalReport, Range, read_reports
+from klear_core.types import EvalSample
 
 _DECODINGS: tuple[Decoding, ...] = ("sampled", "greedy")
 
@@ -130,6 +132,31 @@ def compare_sampled(
     compared = [c for c in found if c.decoding == "sampled"]
     corrected = holm([c.p for c in compared])
     return tuple(c.model_copy(update={"p_corrected": p}) for c, p in zip(compared, corrected, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlippedAnswer:
+    """Two models' answers to a problem with the same number, of which one is right and one is wrong."""
+
+    before: EvalSample
+    after: EvalSample
+
+
+def flipped_answers(before: Path, after: Path) -> list[FlippedAnswer]:
+    """Return the pairs of answers whose verdict differs, in the order of the later evaluation."""
+
+    def key(sample: EvalSample) -> tuple[str, str, str, int]:
+        return sample.benchmark, sample.problem_id, sample.decoding, sample.sample_idx
+
+    def judged(folder: Path) -> Iterator[EvalSample]:
+        samples = read_shards(folder / SAMPLES_FOLDER, EvalSample)
+        return (sample for sample in samples if sample.verdict.outcome.counts_for_model)
+
+    # Verdicts first: the texts of all answers of an evaluation do not fit into memory.
+    was_right = {key(sample): sample.verdict.is_correct for sample in judged(before)}
+    flipped = {key(s): s for s in judged(after) if was_right.get(key(s), s.verdict.is_correct) != s.verdict.is_correct}
+    earlier = {key(sample): sample for sample in judged(before) if key(sample) in flipped}
+    return [FlippedAnswer(before=earlier[each], after=sample) for each, sample in flipped.items()]
 
 
 def read_evaluation(folder: Path) -> Evaluation:

@@ -19,13 +19,19 @@ from typing import Literal
 from pydantic import JsonValue, ValidationError
 
 from klear_core.artifacts.manifest import MANIFEST, InputRecord, StageSummary, read_manifest
-from klear_core.artifacts.records import read_shards
+from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.artifacts.remote_paths import store_of
 from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.pipeline import PromoteConfig
 from klear_core.config.settings import Settings, different_settings, result_settings
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.compare.paired import Evaluation, PairedComparison, compare_sampled, read_evaluation
+from klear_core.evaluate.compare.paired import (
+    Evaluation,
+    PairedComparison,
+    compare_sampled,
+    flipped_answers,
+    read_evaluation,
+)
 from klear_core.evaluate.stats.intervals import least_half_width
 from klear_core.scores import EvalReport, p_value, percent, points, range_text
 from klear_core.types import CodeReference, Problem, Reference, StoredTests
@@ -37,6 +43,8 @@ from klear_core.types import CodeReference, Problem, Reference, StoredTests
 DECISION_FILE = "decision.json"
 PROBLEMS_FILE = "problems.json"
 """Ids of the problems that both models were asked, by benchmark."""
+FLIPPED_FILE = "flipped.parquet"
+"""The answers whose verdict differs between the two models."""
 
 RuleName = Literal[
     "comparable",
@@ -224,6 +232,8 @@ def _write(decision: Decision, new: Evaluation, old: Evaluation | None, workdir:
         # A set of texts has another order in every process, and the same decision must write the same file.
         ids[shared.benchmark] = sorted(new.problem_ids(shared.benchmark) & old.problem_ids(shared.benchmark))
     (workdir / PROBLEMS_FILE).write_text(json.dumps(ids, indent=1) + "\n")
+    if decision.comparisons and old is not None:
+        write_shard(workdir / FLIPPED_FILE, flipped_answers(old.folder, new.folder))
     (workdir / DECISION_FILE).write_text(decision.model_dump_json(indent=2) + "\n")
 
 

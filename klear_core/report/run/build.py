@@ -21,7 +21,18 @@ from klear_core.report.run import lineage
 from klear_core.report.run.claims import Headline, headline
 from klear_core.report.run.data import Facts, MissingStage, ReportInputs, StageFacts, read_facts
 from klear_core.report.run.scores_view import BenchmarkView, SideBySide, benchmark_views, overview
-from klear_core.report.run.sections import Setting, StageLedger, changed_settings, stage_ledger, stage_ledgers
+from klear_core.report.run.sections import (
+    FLOW_WIDTH,
+    Flow,
+    Setting,
+    StageLedger,
+    Times,
+    changed_settings,
+    ledger_flows,
+    stage_ledger,
+    stage_ledgers,
+    stage_times,
+)
 from klear_core.report.run.shown_answers import Examples, Product, ProductMap, pick_examples, product_maps, product_of
 from klear_core.report.run.warnings import Notice, notices
 from klear_core.scores import duration, number, percent
@@ -298,6 +309,8 @@ class Page:
     products: list[ProductMap]
     examples: Examples | None
     ledgers: list[StageLedger]
+    flows: list[Flow]
+    times: Times
     settings: list[Setting]
     config_json: str
     graph: lineage.Graph
@@ -323,6 +336,7 @@ def build_report(inputs: ReportInputs, out: Path, *, home: Path | None = None) -
         css=stylesheet(),
         charts=charts,
         lineage=lineage,
+        flow_width=FLOW_WIDTH,
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
@@ -339,6 +353,7 @@ def build_report(inputs: ReportInputs, out: Path, *, home: Path | None = None) -
 
 
 def _page(facts: Facts, *, home: Path) -> Page:
+    ledgers = stage_ledgers(facts.stages, home=home)
     return Page(
         facts=facts,
         headline=headline(facts),
@@ -348,7 +363,9 @@ def _page(facts: Facts, *, home: Path) -> Page:
         curves=stage_curves([*facts.stages, *facts.missing]),
         products=product_maps(facts),
         examples=pick_examples(facts),
-        ledgers=stage_ledgers(facts.stages, home=home),
+        ledgers=ledgers,
+        flows=ledger_flows(ledgers),
+        times=stage_times(facts.stages, price=facts.config.hardware.price_per_gpu_hour),
         settings=changed_settings(facts.config),
         config_json=json.dumps(facts.config.model_dump(mode="json"), indent=2, ensure_ascii=False),
         graph=lineage.lineage_graph(facts.stages),

@@ -32,6 +32,8 @@ class StageFolder:
     """Error message if the stage failed; empty if it was never started."""
     workdir: Path | None = None
     """Work folder of a failed attempt, whose metrics are shown too."""
+    num_gpus: int = 0
+    """GPUs that this run held for the stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,8 @@ class StageFacts:
     manifest: Manifest
     was_reused: bool
     metrics: tuple[Series, ...]
+    num_gpus: int = 0
+    """GPUs that this run held for it."""
 
     @property
     def name(self) -> str:
@@ -233,6 +237,7 @@ def _stage(stage: StageFolder, folder: Path) -> StageFacts:
         manifest=read_manifest(folder),
         was_reused=stage.was_reused,
         metrics=read_series(folder / METRICS_FILE),
+        num_gpus=stage.num_gpus,
     )
 
 

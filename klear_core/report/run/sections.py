@@ -1,4 +1,4 @@
-"""Prepare the ledgers and the settings of a run for its page."""
+"""Prepare the settings, the ledgers with their flow, and the times and costs of a run for its page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from klear_core.artifacts.manifest import LedgerStep
 from klear_core.data.curation.write import LEAKS_PAGE
 from klear_core.report.run.data import StageFacts
-from klear_core.scores import NBSP, NONE, shares
+from klear_core.scores import NBSP, NONE, duration, shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,3 +182,199 @@ def _row(step: LedgerStep) -> LedgerRow:
 
 def _share_of(count: int, total: int) -> str:
     return f"{100 * count / total:.1f}{NBSP}%" if total else NONE
+
+
+# ---- flow ----
+# Lay out Sankey diagrams of the ledgers: what went on is a band along the top, each reason to drop leaves it downward.
+
+
+FLOW_WIDTH = 900
+_BAND_HEIGHT = 72
+"""Height of all items that entered."""
+_TOP, _LEFT, _RIGHT = 34, 2, 170
+_NODE_WIDTH, _WIDEST_STEP = 7, 260
+_LABEL_HEIGHT = 15
+_MOST_KEPT = 0.99
+"""Share beyond which a loss is too thin to be seen; the table has it."""
+_MOST_REASONS = 4
+"""Reasons of one step that have a band of their own; the rarest share one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowNode:
+    """A step, or the end: a bar as high as the items that are left there."""
+
+    x: float
+    height: float
+    name: str
+    count: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowBand:
+    """Items between two nodes, or those that leave for one reason; `label` is beside its end at `x`, `y`."""
+
+    path: str
+    tone: str
+    label: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """One Sankey diagram: steps of a stage of which each takes what the one before it let through."""
+
+    title: str
+    height: float
+    top: float
+    node_width: float
+    nodes: tuple[FlowNode, ...]
+    bands: tuple[FlowBand, ...]
+
+
+def ledger_flows(ledgers: Sequence[StageLedger]) -> list[Flow]:
+    """Return the diagrams of the stages that lost at least a hundredth, in order."""
+    return [_flow(ledger.stage, losses) for ledger in ledgers for losses in _losing_chains(ledger.rows)]
+
+
+def _losing_chains(rows: Sequence[LedgerRow]) -> Iterator[list[LedgerRow]]:
+    """Yield the steps with losses of each chain of steps that take as many items as the step before let through."""
+    chains: list[list[LedgerRow]] = []
+    for row in rows:
+        if not chains or chains[-1][-1].num_out != row.num_in:
+            chains.append([])
+        chains[-1].append(row)
+    for chain in chains:
+        losses = [row for row in chain if row.num_out < row.num_in]
+        if losses and losses[-1].num_out <= _MOST_KEPT * losses[0].num_in:
+            yield losses
+
+
+def _flow(stage: str, steps: Sequence[LedgerRow]) -> Flow:
+    scale = _BAND_HEIGHT / steps[0].num_in
+    gap = min(_WIDEST_STEP, (FLOW_WIDTH - _LEFT - _RIGHT) / len(steps))
+    places = [round(_LEFT + i * gap, 1) for i in range(len(steps) + 1)]
+    nodes = [
+        FlowNode(x=x, height=round(step.num_in * scale, 2), name=_words(step.step), count=f"{step.num_in:,}")
+        for x, step in zip(places, steps, strict=False)
+    ]
+    last = steps[-1]
+    share = _share_of(last.num_out, steps[0].num_in)
+    end = FlowNode(
+        x=places[-1], height=round(last.num_out * scale, 2), name="went on", count=f"{last.num_out:,} ({share})"
+    )
+    bands: list[FlowBand] = []
+    bottom = float(_TOP + _BAND_HEIGHT + _LABEL_HEIGHT)
+    # From right to left, each lower than the one before: no band crosses the labels of another step.
+    for i in reversed(range(len(steps))):
+        left, right, kept = places[i] + _NODE_WIDTH, places[i + 1], round(steps[i].num_out * scale, 2)
+        bands.append(
+            FlowBand(path=f"M{left:g} {_TOP}H{right:g}v{kept:g}H{left:g}z", tone="kept", label="", x=right, y=_TOP)
+        )
+        start = _TOP + kept
+        for part in _few_reasons(steps[i].parts):
+            thick = max(1.0, round(part.count * scale, 2))
+            x, y = left + 0.3 * gap, bottom
+            bands.append(
+                FlowBand(
+                    path=_falling(left, start, x, y, thick),
+                    tone=part.tone,
+                    label=f"{_words(part.reason)} {part.count:,} ({part.share})",
+                    x=round(x + 5, 1),
+                    y=round(y + thick / 2 + 4, 1),
+                )
+            )
+            start += part.count * scale
+            bottom += max(_LABEL_HEIGHT, thick + 3)
+    return Flow(
+        title=f"{stage}: {', '.join(dict.fromkeys(f'{step.unit}s' for step in steps))}",
+        height=round(bottom, 1),
+        top=_TOP,
+        node_width=_NODE_WIDTH,
+        nodes=(*nodes, end),
+        bands=tuple(bands),
+    )
+
+
+def _few_reasons(parts: Sequence[Part]) -> list[Part]:
+    """Return the commonest reasons, and one part for all others."""
+    drops = [part for part in parts if part.reason]
+    few, others = drops[:_MOST_REASONS], drops[_MOST_REASONS:]
+    if len(others) == 1:
+        return drops
+    if others:
+        fraction = sum(part.fraction for part in others)
+        count = sum(part.count for part in others)
+        share = f"{100 * fraction:.1f}{NBSP}%"
+        few.append(
+            Part(reason=f"{len(others)} other reasons", count=count, fraction=fraction, share=share, tone="drop5")
+        )
+    return few
+
+
+def _falling(left: float, start: float, right: float, end: float, thick: float) -> str:
+    """Return SVG path data of a band that falls from `start` at `left` to `end` at `right`."""
+    middle = round((left + right) / 2, 1)
+    there = f"M{left:g} {start:g}C{middle:g} {start:g} {middle:g} {end:g} {right:g} {end:g}"
+    back = f"v{thick:g}C{middle:g} {end + thick:g} {middle:g} {start + thick:g} {left:g} {start + thick:g}z"
+    return there + back
+
+
+def _words(slug: str) -> str:
+    return slug.replace("_", " ")
+
+
+# ---- time and cost ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTime:
+    """Time that a stage took, as text and as a share of the longest, and what it cost; empty texts where not known."""
+
+    stage: str
+    was_reused: bool
+    took: str
+    fraction: float
+    gpu_hours: str
+    price: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Times of all stages, and the sums of those that this run made; only with GPUs there are GPU-hours."""
+
+    stages: tuple[StageTime, ...]
+    took: str
+    gpu_hours: str
+    price: str
+
+
+def stage_times(stages: Sequence[StageFacts], *, price: float | None) -> Times:
+    """Return times and costs at a price for a GPU-hour; what a reused stage took was paid for by an earlier run."""
+    longest = max((stage.manifest.wall_s for stage in stages), default=0.0)
+    made = [stage for stage in stages if not stage.was_reused]
+
+    def hours_of(stage: StageFacts) -> float:
+        return 0.0 if stage.was_reused else stage.num_gpus * stage.manifest.wall_s / 3600
+
+    def cost(amount: float) -> tuple[str, str]:
+        return (f"{amount:,.2f}" if amount else "", f"{amount * price:,.2f}" if amount and price is not None else "")
+
+    rows = []
+    for stage in stages:
+        gpu_hours, paid = cost(hours_of(stage))
+        fraction = stage.manifest.wall_s / longest if longest else 0.0
+        rows.append(
+            StageTime(
+                stage=stage.name,
+                was_reused=stage.was_reused,
+                took=duration(stage.manifest.wall_s),
+                fraction=fraction,
+                gpu_hours=gpu_hours,
+                price=paid,
+            )
+        )
+    gpu_hours, paid = cost(sum(map(hours_of, stages)))
+    took = duration(sum(stage.manifest.wall_s for stage in made))
+    return Times(stages=tuple(rows), took=took, gpu_hours=gpu_hours, price=paid)

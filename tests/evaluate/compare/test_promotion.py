@@ -11,12 +11,14 @@ from manifests import manifest
 from stored_evaluations import evaluation, sample
 
 from klear_core.artifacts.manifest import InputRecord, write_manifest
-from klear_core.artifacts.records import write_shard
+from klear_core.artifacts.records import read_shard, write_shard
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.pipeline import PromoteConfig
 from klear_core.config.verify import MathConfig, VerifyConfig
 from klear_core.errors import ArtifactError
+from klear_core.evaluate.compare.paired import FlippedAnswer
 from klear_core.evaluate.compare.promotion import (
+    FLIPPED_FILE,
     Candidate,
     Contender,
     Decision,
@@ -84,6 +86,17 @@ def decided(
     decision = read_decision(tmp_path)
     assert summary.counts["promoted"] == decision.is_passed
     return decision
+
+
+def test_the_decision_has_every_answer_that_is_right_of_one_model_alone(tmp_path: Path) -> None:
+    old = scored(tmp_path / "old", a=[(RIGHT, WRONG), (WRONG, WRONG), (RIGHT, UNJUDGED)])
+    new = scored(tmp_path / "new", a=[(RIGHT, RIGHT), (WRONG, RIGHT), (WRONG, RIGHT)])
+    decided(tmp_path, new, old)
+    flipped = read_shard(tmp_path / FLIPPED_FILE, FlippedAnswer)
+    assert [(f.after.problem_id, f.after.sample_idx, f.after.verdict.is_correct) for f in flipped] == [
+        (make_problem(0).problem_id, 1, True), (make_problem(1).problem_id, 1, True), (make_problem(2).problem_id, 0, False),
+    ]  # fmt: skip
+    assert all(f.before.verdict.is_correct != f.after.verdict.is_correct for f in flipped)
 
 
 def read_benchmarks(folder: Path) -> list[str]:

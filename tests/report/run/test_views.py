@@ -14,6 +14,7 @@ from report_runs import BROKEN_BY_RL, config, laptop_run, stage_folder, with_sta
 from rich.console import Console
 from snapshot import Snapshots
 
+from klear_core.artifacts.manifest import LedgerStep
 from klear_core.config.data import BenchmarkConfig, FileSource
 from klear_core.config.evaluate import InlineEvalConfig
 from klear_core.config.losses import ClipConfig
@@ -26,7 +27,7 @@ from klear_core.report.run.data import Facts, ReportInputs, read_facts
 from klear_core.report.run.final_table import score_table
 from klear_core.report.run.lineage import NODE_WIDTH, lineage_graph
 from klear_core.report.run.scores_view import benchmark_views, published_rows
-from klear_core.report.run.sections import changed_settings, stage_ledgers
+from klear_core.report.run.sections import changed_settings, ledger_flows, stage_ledger, stage_ledgers, stage_times
 from klear_core.report.run.shown_answers import pick_examples, product_maps
 from klear_core.report.run.warnings import notices
 from klear_core.train.inline_eval import SCORES
@@ -60,6 +61,50 @@ def test_drops_are_listed_from_most_to_least(facts: Facts) -> None:
         ("all_right", 1311, "51.2\u00a0%"),
         ("all_wrong", 23, "0.9\u00a0%"),
     ]
+
+
+def test_a_flow_is_as_high_as_what_is_left_and_each_loss_leaves_it_with_its_count() -> None:
+    steps = (
+        LedgerStep.of("read", "row", num_in=100, dropped={"no_answer": 10}),
+        LedgerStep.of("length", "problem", num_in=90, dropped={}),
+        LedgerStep.of("dedup", "problem", num_in=90, dropped={"same": 40, "near": 5}),
+        LedgerStep.of("ask", "trace", num_in=180, dropped={}),  # two of each problem, and none is lost
+    )
+    [flow] = ledger_flows([stage_ledger("curate", steps)])
+    assert flow.title == "curate: rows, problems"
+    assert [(n.name, n.count, n.height) for n in flow.nodes] == [
+        ("read", "100", 72.0),
+        ("dedup", "90", 64.8),
+        ("went on", "45 (45.0\u00a0%)", 32.4),
+    ]
+    losses = [band for band in flow.bands if band.label]
+    assert [band.label.replace("\u00a0", " ") for band in losses] == [
+        "same 40 (44.4 %)", "near 5 (5.6 %)", "no answer 10 (10.0 %)",
+    ]  # fmt: skip
+    heights = [float(band.path.split("v")[1].partition("C")[0]) for band in losses]
+    assert heights == [28.8, 3.6, 7.2]  # 72 for 100
+    assert [band.y for band in losses] == sorted(band.y for band in losses)  # no label on another
+
+
+def test_rare_reasons_share_a_band() -> None:
+    dropped = {f"reason_{i}": 10 - i for i in range(7)}
+    [flow] = ledger_flows([stage_ledger("curate", [LedgerStep.of("read", "row", num_in=100, dropped=dropped)])])
+    labels = [band.label.replace("\u00a0", " ") for band in flow.bands if band.label]
+    assert labels[-1] == "3 other reasons 15 (15.0 %)"
+    assert len(labels) == 5
+
+
+def test_a_reused_stage_costs_this_run_nothing(facts: Facts) -> None:
+    sft = next(stage for stage in facts.stages if stage.name == "sft")
+    times = stage_times(
+        [
+            replace(sft, num_gpus=8, manifest=sft.manifest.model_copy(update={"wall_s": 1800.0})),
+            replace(sft, num_gpus=8, manifest=sft.manifest.model_copy(update={"wall_s": 3600.0}), was_reused=True),
+        ],
+        price=2.5,
+    )
+    assert [(s.fraction, s.gpu_hours, s.price) for s in times.stages] == [(0.5, "4.00", "10.00"), (1.0, "", "")]
+    assert (times.gpu_hours, times.price) == ("4.00", "10.00")
 
 
 def test_steps_without_a_number_are_counted_in_a_notice(run: ReportInputs, tmp_path: Path) -> None:
