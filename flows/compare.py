@@ -31,7 +31,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.stage import ReportJob, RlJob
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.answers.stored import is_evaluation
-from klear_core.evaluate.compare.gate import GatePolicy, GateVerdict, gate, read_policy
+from klear_core.evaluate.compare.gate import GatePolicy, GateVerdict, gate, read_policy, take_look
 from klear_core.evaluate.compare.promotion import Decision, read_decision, short_name
 from klear_core.report.publish import published_artifact, write_data, write_model
 from klear_core.report.run.final_table import decision_lines
@@ -144,7 +144,8 @@ def gate_evaluations(old: str, new: str, policy: Path | None, *, is_json: bool, 
     """Print the verdict on the evaluation `new` against `old`, and return its exit status."""
     rule = read_policy(policy) if policy else GatePolicy()
     before, after = (_evaluation_named(name, root) for name in (old, new))
-    result = gate(rule, after, before)
+    look = take_look(rule, after, before, record=root / "gates")
+    result = gate(rule, after, before, look=look)
     if is_json:
         Console().print_json(result.model_dump_json())
         return _GATE_STATUS[result.verdict]
@@ -152,7 +153,8 @@ def gate_evaluations(old: str, new: str, policy: Path | None, *, is_json: bool, 
     for check in result.checks:
         verdict: GateVerdict = "passed" if check.is_passed else "inconclusive" if check.is_inconclusive else "failed"
         console.print(f"{_MARKS[verdict]} {escape(check.name)}: {escape(check.text)}")
-    console.print(f"{_MARKS[result.verdict]} {result.verdict}: {after.name[:8]} against {before.name[:8]}")
+    at = f", look {look} of {len(rule.looks)}" if len(rule.looks) > 1 else ""
+    console.print(f"{_MARKS[result.verdict]} {result.verdict}: {after.name[:8]} against {before.name[:8]}{at}")
     return _GATE_STATUS[result.verdict]
 
 

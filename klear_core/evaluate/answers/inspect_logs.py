@@ -39,6 +39,8 @@ def samples_of(log: Path) -> Iterator[tuple[str, dict[str, object]]]:
             header = json.loads(_member(archive, log, "header.json"))["eval"]
             for name in sorted(name for name in names if name.startswith("samples/")):
                 yield name, {"eval": header, "sample": json.loads(_member(archive, log, name))}
+    except DataError:
+        raise
     except (zipfile.BadZipFile, KeyError, TypeError, ValueError, OSError) as e:
         raise DataError(f"{log}: cannot be read as a log of Inspect: {e}") from e
 

@@ -5,6 +5,8 @@ The parts of the champion's rule (`promotion.py`) are applied by tiers: a benchm
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from klear_core.artifacts.manifest import read_manifest
 from klear_core.config.load import explained
 from klear_core.config.pipeline import DEFAULT_MARGIN
 from klear_core.config.settings import Settings
@@ -40,13 +43,11 @@ class GatePolicy(Settings):
     """Whether a gain must be shown on at least one benchmark that is not advisory."""
     looks: tuple[Annotated[float, Field(ge=0.1, le=1)], ...] = (1.0,)
     """Shares of the planned samples at which this gate is asked, the last 1. Several share the error of one."""
-    look: int = Field(default=1, ge=1)
-    """Number of the present look, from 1."""
 
     @model_validator(mode="after")
     def _looks_grow(self) -> Self:
-        if self.looks[-1:] != (1.0,) or list(self.looks) != sorted(set(self.looks)) or self.look > len(self.looks):
-            raise ValueError(f"looks {list(self.looks)} must grow to 1, and look {self.look} be one of them")
+        if self.looks[-1:] != (1.0,) or list(self.looks) != sorted(set(self.looks)):
+            raise ValueError(f"looks {list(self.looks)} must grow to 1")
         return self
 
 
@@ -58,6 +59,8 @@ class GateResult(Settings):
     checks: tuple[Check, ...]
     comparisons: tuple[PairedComparison, ...]
     """Paired differences, new minus old; empty if the two cannot be compared."""
+    look: int = 1
+    """Number of the look that this verdict has spent, from 1."""
 
 
 def read_policy(file: Path) -> GatePolicy:
@@ -70,8 +73,41 @@ def read_policy(file: Path) -> GatePolicy:
         raise ConfigError(f"{file}: {explained(e, GatePolicy)}") from e
 
 
-def gate(policy: GatePolicy, new: Path, old: Path) -> GateResult:
-    """Gate the evaluation in the folder `new` against that in `old`.
+def take_look(policy: GatePolicy, new: Path, old: Path, *, record: Path) -> int:
+    """Return the number of the present look at two models, and spend it in the folder `record`.
+
+    Looks are counted for two models and a policy: new samples are the next look, and the same evaluations the same one
+    again. Raise ConfigError if all looks are spent. A policy with one look records nothing.
+    """
+    num_looks = len(policy.looks)
+    if num_looks == 1:
+        return 1
+    pair = f"{old.name} {new.name}"
+    question = [_model_of(old), _model_of(new), policy.model_dump(mode="json")]
+    folder = record / hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:20]
+    folder.mkdir(parents=True, exist_ok=True)
+    for look in range(1, num_looks + 1):
+        file = folder / f"look_{look}"
+        try:
+            with file.open("x") as spent:  # fails if it exists: of two processes one has this look
+                spent.write(pair)
+        except FileExistsError:
+            if file.read_text() != pair:
+                continue
+        return look
+    raise ConfigError(
+        f"all {num_looks} looks of this policy at these two models are spent, by the evaluations in {folder}"
+    )
+
+
+def _model_of(evaluation: Path) -> str:
+    """Return the model of an evaluation, or the evaluation where its manifest names none."""
+    models = [record for record in read_manifest(evaluation).inputs if record.role == "model"]
+    return f"{models[0].kind}/{models[0].fingerprint}" if models else evaluation.name
+
+
+def gate(policy: GatePolicy, new: Path, old: Path, *, look: int = 1) -> GateResult:
+    """Gate the evaluation in the folder `new` against that in `old`, at one of the policy's looks.
 
     Scores that cannot be compared fail. Raise ConfigError if the policy names a benchmark that the evaluations lack.
     """
@@ -83,7 +119,7 @@ def gate(policy: GatePolicy, new: Path, old: Path) -> GateResult:
     checks = comparable(found, before, is_="first evaluation")
     comparisons: tuple[PairedComparison, ...] = ()
     if all(check.is_passed for check in checks):
-        comparisons = compare_sampled(before, found, level=_level(policy))
+        comparisons = compare_sampled(before, found, level=_level(policy, look))
         checks += [_check(policy, comparison) for comparison in comparisons]
         if policy.gain:
             checks.append(better([c for c in comparisons if policy.tiers.get(c.benchmark) != "advisory"], {}))
@@ -92,12 +128,12 @@ def gate(policy: GatePolicy, new: Path, old: Path) -> GateResult:
     if failed:
         is_inconclusive = all(check.is_inconclusive for check in failed)
         verdict = "inconclusive" if is_inconclusive else "failed"
-    return GateResult(verdict=verdict, checks=tuple(checks), comparisons=comparisons)
+    return GateResult(verdict=verdict, checks=tuple(checks), comparisons=comparisons, look=look)
 
 
-def _level(policy: GatePolicy) -> Callable[[float], float]:
-    """Return the function that gives the confidence level of the present look."""
-    return lambda confidence: confidence_at(policy.look, policy.looks, confidence=confidence)
+def _level(policy: GatePolicy, look: int) -> Callable[[float], float]:
+    """Return the function that gives the confidence level of a look."""
+    return lambda confidence: confidence_at(look, policy.looks, confidence=confidence)
 
 
 def _check(policy: GatePolicy, c: PairedComparison) -> Check:

@@ -335,3 +335,37 @@ def test_inspect_logs_in_json_have_epochs_reasoning_and_ends(tmp_path: Path) -> 
     (unread,) = [row for row in rows if isinstance(row, UnreadRow)]
     assert unread.where.endswith("f.json:samples.2")
     assert "the sample failed" in unread.reason
+
+
+# ---- files that the programs wrote here ----
+
+WRITTEN = Path(__file__).parents[2] / "files" / "written"
+"""Of two or three problems each, answered by a random model of 168 thousand parameters: lm-evaluation-harness 0.4.13 with its
+tasks gsm8k, aime24 (two samples), hendrycks_math500 and humaneval on local copies of the data, and Inspect 0.3.285."""
+
+
+@pytest.mark.parametrize(
+    ("name", "num_problems", "num_samples", "reference"),
+    [
+        ("samples_gsm8k", 3, 1, ("18",)),
+        ("samples_aime24", 2, 2, ("73",)),
+        ("samples_hendrycks_math500", 2, 1, (r"\left( 3, \frac{\pi}{2} \right)",)),
+        ("samples_humaneval", 2, 1, None),
+        ("inspect", 2, 2, ("18",)),
+    ],
+)
+def test_files_that_lm_eval_and_inspect_wrote_here_are_read(
+    name: str, num_problems: int, num_samples: int, reference: tuple[str, ...] | None
+) -> None:
+    (file,) = WRITTEN.glob(f"{name}*")
+    answers = read(foreign_answers(file))
+    assert len({a.problem_id for a in answers}) == num_problems
+    assert len(answers) == num_problems * num_samples
+    assert all(a.question and a.response for a in answers)
+    if reference is None:
+        assert isinstance(answers[0].reference, CodeReference)
+        assert answers[0].response.startswith("```python\nfrom typing import List")
+    else:
+        assert accepted(answers[0]) == reference
+    has_verdicts = name != "samples_aime24"  # its metric is of both samples together
+    assert all((a.verdict is not None) == has_verdicts for a in answers)

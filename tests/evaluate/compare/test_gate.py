@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from manifests import manifest
 from pydantic import ValidationError
 from test_promotion import EASY, HARD, scored
 
+from klear_core.artifacts.manifest import InputRecord, write_manifest
 from klear_core.errors import ConfigError
-from klear_core.evaluate.compare.gate import GatePolicy, gate, read_policy
+from klear_core.evaluate.compare.gate import GatePolicy, gate, read_policy, take_look
 from klear_core.evaluate.stats.significance import confidence_at
 
 
@@ -64,10 +66,28 @@ def test_looks_share_the_error_and_the_last_has_most_of_it() -> None:
 
 def test_an_early_look_asks_for_more_than_the_last(tmp_path: Path) -> None:
     """20 problems that all gain have p = 2 / 2**20 = 2e-6, and a look at a tenth of the samples may spend 6e-10."""
-    whole = {"margin": 25, "gain": True}
-    assert verdict(tmp_path, **whole, looks=[0.1, 1], look=2) == "passed"
-    assert verdict(tmp_path, **whole, looks=[0.1, 1], look=1) != "passed"
+    policy = GatePolicy(margin=25, gain=True, looks=(0.1, 1))
+    verdict(tmp_path)
+    old, new = tmp_path / "old", tmp_path / "new"
+    assert gate(policy, new, old, look=2).verdict == "passed"
+    assert gate(policy, new, old, look=1).verdict != "passed"
     with pytest.raises(ValidationError, match="must grow to 1"):
         GatePolicy(looks=(1.0, 0.5))
-    with pytest.raises(ValidationError, match="look 2 be one of them"):
-        GatePolicy(look=2)
+
+
+def test_looks_are_counted_by_what_was_asked_and_none_is_spent_twice(tmp_path: Path) -> None:
+    policy, record = GatePolicy(looks=(0.25, 1)), tmp_path / "gates"
+    model = InputRecord(role="model", kind="rl", fingerprint="m" * 20)
+    old, *grown = (tmp_path / name for name in ("old", "n16", "n64", "n96"))
+    for folder in (old, *grown):
+        folder.mkdir()
+        write_manifest(folder, manifest("evaluate", inputs=(model,)))
+
+    def look(new: Path, rule: GatePolicy = policy) -> int:
+        return take_look(rule, new, old, record=record)
+
+    assert [look(grown[0]), look(grown[0]), look(grown[1]), look(grown[0])] == [1, 1, 2, 1]
+    with pytest.raises(ConfigError, match="all 2 looks of this policy at these two models are spent"):
+        look(grown[2])
+    assert look(grown[2], GatePolicy(looks=(0.25, 1), margin=9)) == 1  # another question
+    assert look(grown[2], GatePolicy()) == 1
