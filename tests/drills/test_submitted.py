@@ -45,8 +45,8 @@ class Slurm:
     def __call__(self, *command: str, is_checked: bool = True, **environment: str) -> str:
         """Run a command beside the controller and return its output."""
         enter = ["nsenter", "--target", str(self.process.pid), "--net", "--pid", "--mount", f"--wdns={ROOT}"]
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | {k: os.environ[k] for k in ("PATH", "HOME")}
-        env |= environment
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path, "HOME": os.environ["HOME"]} | environment
         ended = subprocess.run([*enter, "--", *command], capture_output=True, text=True, check=False, env=env)
         assert not is_checked or ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
