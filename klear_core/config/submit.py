@@ -61,7 +61,7 @@ class KubeTarget(Settings):
     """Name of the PersistentVolumeClaim that is mounted at `workspace.root`; empty: only `workspace.store` is kept."""
     secret: str = ""
     """Name of the Secret whose entries become environment variables, such as the keys of a store or a teacher."""
-    schedule: str = Field(default="", pattern=r"^(@[a-z]+|\S+( \S+){4})?$")
+    schedule: str = Field(default="", pattern=r"^(@[a-z]+( \S+)?|\S+( +\S+){4})?$")
     """Times of a retraining, as cron writes them: a RayCronJob in place of a RayJob."""
     time_zone: str = Field(default="Etc/UTC", min_length=1)
     """Time zone of `schedule`."""
