@@ -24,10 +24,10 @@ from klear_core.pipeline.submission.shell import slurm as prepare
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.bench,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(5400),
     pytest.mark.skipif(shutil.which("slurmctld") is None or os.getuid() != 0, reason="needs root, slurm-wlm and munge"),
 ]
-_IN_TIME_S = 900.0
+_IN_TIME_S = 1800.0
 _AGAIN_S = 10.0
 _LOOKS = 50
 """Looks at a job that has ended; one that is queued again is, for a moment, shown as such."""
@@ -129,19 +129,23 @@ def test_a_run_on_two_nodes_that_is_killed_and_preempted_is_queued_again_to_the_
     two = ("--set", "sft.runtime.num_workers=2", "--set", "rl.runtime.num_workers=2")
     (tmp_path / "straight").mkdir()
     straight = small_run(tmp_path / "straight", "--until", "rl", *two)
-    assert straight.wait() == 0, straight.output
+    assert straight.process.wait(_IN_TIME_S) == 0, straight.output
     nodes = ("--set", "workspace.submit.nodes=2")
-    assert "submitted smoke-" in slurm.submit(*two, *nodes, "--retry", "error,interruption", "--deadline", "1d")
+    many = (
+        "--set",
+        "workspace.submit.max_retries=20",
+    )  # on a busy machine Ray, which waits 30 s for itself, may not start
+    assert "submitted smoke-" in slurm.submit(*two, *nodes, *many, "--retry", "error,interruption", "--deadline", "1d")
     slurm.until_it_trains("sft")
     assert slurm.on("n2", "pgrep", "-fc", "ray::")
     [driver] = (slurm.workspace / "submissions").glob("*/driver.pid")
     slurm.on("n1", "kill", "-KILL", driver.read_text().strip())
     slurm.until(lambda: "ended with 137 (error): queued again" in slurm.log)
     slurm.until_it_trains("rl")
+    before = restarts(slurm)
     slurm("sbatch", "--partition=first", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
-    slurm.until(lambda: restarts(slurm) == 2)  # preempted
-    while not ended(slurm):
-        slurm.until(lambda: "RUNNING" not in slurm.states() or "✓ rl" in slurm.log)
+    slurm.until(lambda: restarts(slurm) > before)  # preempted
+    slurm.until(lambda: ended(slurm))
     assert_same(slurm.workspace, tmp_path / "straight" / "ws", "sft", attempts=2)
     assert_same(slurm.workspace, tmp_path / "straight" / "ws", "rl", attempts=2)
 
