@@ -131,10 +131,8 @@ def test_a_run_on_two_nodes_that_is_killed_and_preempted_is_queued_again_to_the_
     straight = small_run(tmp_path / "straight", "--until", "rl", *two)
     assert straight.process.wait(_IN_TIME_S) == 0, straight.output
     nodes = ("--set", "workspace.submit.nodes=2")
-    many = (
-        "--set",
-        "workspace.submit.max_retries=20",
-    )  # on a busy machine Ray, which waits 30 s for itself, may not start
+    # on a busy machine Ray, which waits 30 s for itself, may not start
+    many = ("--set", "workspace.submit.max_retries=20")
     assert "submitted smoke-" in slurm.submit(*two, *nodes, *many, "--retry", "error,interruption", "--deadline", "1d")
     slurm.until_it_trains("sft")
     assert slurm.on("n2", "pgrep", "-fc", "ray::")
