@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import CHECKPOINT_EVERY, SMALL, assert_same, small_run, steps_in, work
+from small_runs import CHECKPOINT_EVERY, IN_TIME_S, SMALL, assert_same, small_run, steps_in, work
 
 from klear_core.config.load import validate
 from klear_core.pipeline.submission.request import Submission, for_cluster
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.timeout(5400),
     pytest.mark.skipif(shutil.which("slurmctld") is None or os.getuid() != 0, reason="needs root, slurm-wlm and munge"),
 ]
-_IN_TIME_S = 1800.0
 _AGAIN_S = 10.0
 _LOOKS = 50
 """Looks at a job that has ended; one that is queued again is, for a moment, shown as such."""
@@ -80,7 +79,7 @@ class Slurm:
 
         In the second in which it ended, nodes refuse it: "Job credential revoked".
         """
-        deadline, num_ended, moved_s = time.monotonic() + _IN_TIME_S, 0, 0.0
+        deadline, num_ended, moved_s = time.monotonic() + IN_TIME_S, 0, 0.0
         while not is_so():
             states = self.states()
             assert time.monotonic() < deadline, states + self.log
@@ -129,7 +128,7 @@ def test_a_run_on_two_nodes_that_is_killed_and_preempted_is_queued_again_to_the_
     two = ("--set", "sft.runtime.num_workers=2", "--set", "rl.runtime.num_workers=2")
     (tmp_path / "straight").mkdir()
     straight = small_run(tmp_path / "straight", "--until", "rl", *two)
-    assert straight.process.wait(_IN_TIME_S) == 0, straight.output
+    assert straight.process.wait(IN_TIME_S) == 0, straight.output
     nodes = ("--set", "workspace.submit.nodes=2")
     # on a busy machine Ray, which waits 30 s for itself, may not start
     many = ("--set", "workspace.submit.max_retries=20")
@@ -172,7 +171,7 @@ def test_a_ray_job_whose_driver_is_killed_runs_again_to_the_same_weights(slurm: 
     def status() -> str:
         return slurm.on("n1", "ray", "job", "status", name, is_checked=False, **token)
 
-    deadline = time.monotonic() + _IN_TIME_S
+    deadline = time.monotonic() + IN_TIME_S
     while max(steps_in(work(slurm.workspace, "rl")), default=0) <= CHECKPOINT_EVERY["rl"]:
         assert time.monotonic() < deadline, status()
         time.sleep(0.2)
