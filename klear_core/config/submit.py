@@ -65,6 +65,9 @@ class KubeTarget(Settings):
     """Times of a retraining, as cron writes them: a RayCronJob in place of a RayJob."""
     time_zone: str = Field(default="Etc/UTC", min_length=1)
     """Time zone of `schedule`."""
+    user_namespaces: bool = False
+    """Let pods make the namespaces of the sandbox, which model-written code needs: Kubernetes 1.33 or newer, an image
+    that does not run as root."""
     keep_head: Duration = "1h"
     """Time for which the head, with its logs, outlives the run; workers, and their GPUs, are free at once."""
 

@@ -74,6 +74,12 @@ def test_what_does_not_fit_the_nodes_that_are_asked_for_is_refused(tmp_path):
         ("prefect", ["retry=['error']"], "prefect starts a run again after no-capacity, interruption only"),
         ("prefect", ["max_retries=2"], "until its third crash in a row"),
         ("prefect", ["nodes=2", "queue=klear"], "a worker starts a run on one machine"),
+        ("prefect", ["queue=klear", "image=klear"], "a pool of processes starts no container"),
+        (
+            "prefect",
+            ["queue=klear", "prefect.pool=kubernetes", "image=k", "kube.volume=runs"],
+            "the pool's job template has it",
+        ),
         ("slurm", ["image=klear"], "Slurm starts no container"),
     ],
 )

@@ -205,6 +205,12 @@ def _prefect_problems(submit: SubmitConfig) -> Iterator[str]:
         yield "workspace.submit.queue: the name of the work pool"
     if pool != "process" and not submit.image:
         yield f"workspace.submit.image: a pool of type {pool} needs it"
+    if pool == "process" and submit.image:
+        yield f"workspace.submit.image = {submit.image!r}: a pool of processes starts no container"
+    if pool == "kubernetes":
+        for name in ("volume", "secret"):
+            if value := getattr(submit.kube, name):
+                yield f"workspace.submit.kube.{name} = {value!r}: with Prefect, the pool's job template has it"
     if submit.nodes > 1:
         yield f"workspace.submit.nodes = {submit.nodes}: a worker starts a run on one machine; use slurm, ray or kube"
     if pool != "process" and submit.gpus_per_node:
