@@ -16,11 +16,13 @@ from typing import assert_never
 
 import typer
 import yaml
+from prefect.settings import PREFECT_API_URL
 from prefect.utilities.templating import find_placeholders
 
 from flows.environment import StageSelection
 from flows.plan_view import show_plan
 from flows.retraining import gated
+from flows.servers import check_prefect
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.pipeline.graph import stages_of, workspace_root
@@ -64,6 +66,8 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
     if is_dry_run:
         _show(submission, prepared)
         return
+    if target == "prefect":
+        _require_server()
     programs = [_program(command[0]) for command in prepared.commands]
     _write(submission, prepared, with_token=target == "slurm")
     for program, command in zip(programs, prepared.commands, strict=True):
@@ -114,6 +118,15 @@ def _show(submission: Submission, prepared: Prepared) -> None:
         typer.echo(shlex.join(command))
 
 
+def _require_server() -> None:
+    """Raise ConfigError unless a Prefect server answers. Without one, Prefect's commands would use a database that no worker sees."""
+    if not PREFECT_API_URL.value():
+        raise ConfigError(
+            "PREFECT_API_URL: not set; it names the server that takes the run, for example http://127.0.0.1:4200/api"
+        )
+    check_prefect()
+
+
 def _program(name: str) -> str:
     """Return the path of a program in PATH or beside this Python."""
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
@@ -149,6 +162,8 @@ def _handed_over(command: Sequence[str], name: str) -> str:
         ) from e
     if ended.returncode:
         said = (ended.stderr.strip() or ended.stdout.strip())[-2000:]
+        if "Traceback (most recent call last)" in ended.stderr:
+            said = said.splitlines()[-1]
         raise ResourceError(
             f"{' '.join([program, *command[1:3]])} failed; look for {name} before you repeat it: {said}"
         )

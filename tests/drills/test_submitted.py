@@ -165,13 +165,16 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_is_queued_again_to_t
 def test_a_ray_job_whose_driver_is_killed_runs_again_to_the_same_weights(slurm: Slurm, straight: Path):
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "only-here", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:8265"}
     slurm.on("n1", "ray", "start", "--head", "--num-cpus=4", "--disable-usage-stats", **token)
+    deadline = time.monotonic() + IN_TIME_S
+    while "[]" not in slurm.on("n1", "ray", "job", "list", is_checked=False, **token):
+        assert time.monotonic() < deadline
+        time.sleep(1)
     name = slurm.submit("--retry", "error", to="ray", **token).partition("\nsubmitted ")[2].partition(";")[0]
     driver = "klear run ./profile"
 
     def status() -> str:
         return slurm.on("n1", "ray", "job", "status", name, is_checked=False, **token)
 
-    deadline = time.monotonic() + IN_TIME_S
     while max(steps_in(work(slurm.workspace, "rl")), default=0) <= CHECKPOINT_EVERY["rl"]:
         assert time.monotonic() < deadline, status()
         time.sleep(0.2)

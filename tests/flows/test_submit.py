@@ -153,6 +153,25 @@ def test_sbatch_gets_the_script_and_the_token_is_readable_by_its_owner_alone(tmp
     assert (folder / "token").read_text() not in "".join(f.read_text() for f in folder.glob("*.sh"))
 
 
+def test_a_run_for_prefect_needs_a_server_that_answers(tmp_path, monkeypatch):
+    asked = ("smoke", "--to", "prefect", "--queue", "klear")
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with pytest.raises(ConfigError, match="PREFECT_API_URL: not set"):
+        submitted(tmp_path / "runs", *asked)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_of_a_traceback_the_last_line_is_shown(tmp_path, monkeypatch):
+    stand_in(
+        tmp_path / "bin",
+        "sbatch",
+        "printf 'Traceback (most recent call last):\n  x\nConnectionError: no\n' >&2; exit 1",
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    with pytest.raises(ResourceError, match=r"before you repeat it: ConnectionError: no$"):
+        submitted(tmp_path / "runs", "smoke", "--to", "slurm")
+
+
 def test_a_cluster_that_fails_to_answer_may_have_taken_the_run(tmp_path, monkeypatch):
     stand_in(tmp_path / "bin", "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
