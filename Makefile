@@ -73,7 +73,7 @@ gpu: $(VENV)/bin/python
 # what pyproject.toml says, resolved without installing it; pins stay as they are where they may, with UPGRADE=--upgrade they do not
 locks: $(VENV)/.installed-dev
 	$(LOCK) --extra dev --extra adam8bit --extra bench --extra cluster --extra servers -o $(LOCKS)/cpu.txt
-	$(LOCK) --extra gpu --extra s3 -o $(LOCKS)/gpu.txt
+	$(LOCK) --extra gpu --extra cluster --extra s3 -o $(LOCKS)/gpu.txt
 
 # the newest versions that pyproject.toml allows, without a lock
 newest:

@@ -140,7 +140,7 @@ def submit(  # noqa: PLR0913, PLR0917  options of a command
         "queue": queue,
         "priority": priority,
         "deadline": deadline,
-        "retry": retry and json.dumps(retry.split(",")),
+        "retry": None if retry is None else json.dumps([word.strip() for word in retry.split(",") if word.strip()]),
         "retry_for": retry_for,
         "idle_kill": idle_kill,
     }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -13,10 +15,14 @@ from pathlib import Path
 from typing import assert_never
 
 import typer
+import yaml
+from prefect.settings import PREFECT_API_URL
+from prefect.utilities.templating import find_placeholders
 
 from flows.environment import StageSelection
 from flows.plan_view import show_plan
 from flows.retraining import gated
+from flows.servers import check_prefect
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.pipeline.graph import stages_of, workspace_root
@@ -60,9 +66,12 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
     if is_dry_run:
         _show(submission, prepared)
         return
+    if target == "prefect":
+        _require_server()
+    programs = [_program(command[0]) for command in prepared.commands]
     _write(submission, prepared, with_token=target == "slurm")
-    for command in prepared.commands:
-        typer.echo(_handed_over(command, submission.name))
+    for program, command in zip(programs, prepared.commands, strict=True):
+        typer.echo(_handed_over([program, *command[1:]], submission.name))
     typer.echo(f"\nsubmitted {submission.name}; its files are in {submission.folder}")
     for line in prepared.watch:
         typer.echo(f"  {line}")
@@ -87,9 +96,18 @@ def _prepared(submission: Submission, target: Target, selection: StageSelection)
         case "prefect":
             chosen = {"only": selection.only, "from_": selection.from_, "until": selection.until}
             asked = {name: stage for name, stage in chosen.items() if stage}
-            return prefect(submission, workdir=str(Path.cwd()), selection=asked)
+            prepared = prefect(submission, workdir=str(Path.cwd()), selection=asked)
+            _require_no_placeholder(prepared.files["prefect.yaml"])
+            return prepared
         case _:
             assert_never(target)
+
+
+def _require_no_placeholder(deployments: str) -> None:
+    """Raise ConfigError for a text that `prefect deploy` would replace by a block, a variable or the environment."""
+    found = sorted(placeholder.full_match for placeholder in find_placeholders(yaml.safe_load(deployments)))
+    if found:
+        raise ConfigError(f"prefect deploy would replace {', '.join(found)}: change that setting, or the folder")
 
 
 def _show(submission: Submission, prepared: Prepared) -> None:
@@ -97,13 +115,35 @@ def _show(submission: Submission, prepared: Prepared) -> None:
         typer.echo(f"\n# ---- {submission.folder / path}\n{text}", nl=False)
     typer.echo("\n# ---- commands")
     for command in prepared.commands:
-        typer.echo(" ".join(command))
+        typer.echo(shlex.join(command))
+
+
+def _require_server() -> None:
+    """Raise ConfigError unless a Prefect server answers. Without one, Prefect's commands would use a database that no worker sees."""
+    if not PREFECT_API_URL.value():
+        raise ConfigError(
+            "PREFECT_API_URL: not set; it names the server that takes the run, for example http://127.0.0.1:4200/api"
+        )
+    check_prefect()
+
+
+def _program(name: str) -> str:
+    """Return the path of a program in PATH or beside this Python."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise ConfigError(f"nothing was submitted: there is no command {name} on this machine")
+    return found
 
 
 def _write(submission: Submission, prepared: Prepared, *, with_token: bool) -> None:
+    submission.folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        submission.folder.mkdir()
+    except FileExistsError as e:
+        raise ResourceError(f"another run was submitted as {submission.name} in this second; repeat it") from e
     for path, text in prepared.files.items():
         file = submission.folder / path
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")
     if with_token:
         descriptor = os.open(submission.folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -113,15 +153,18 @@ def _write(submission: Submission, prepared: Prepared, *, with_token: bool) -> N
 
 def _handed_over(command: Sequence[str], name: str) -> str:
     """Run a command of the cluster and return its last line. A cluster that does not answer may have taken the run."""
-    if shutil.which(command[0]) is None:
-        raise ConfigError(f"there is no command {command[0]} on this machine")
+    program = Path(command[0]).name
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as e:
         raise ResourceError(
-            f"{command[0]} did not answer in {_TIMEOUT_S:.0f} s; look for {name} before you repeat it"
+            f"{program} did not answer in {_TIMEOUT_S:.0f} s; look for {name} before you repeat it"
         ) from e
     if ended.returncode:
         said = (ended.stderr.strip() or ended.stdout.strip())[-2000:]
-        raise ResourceError(f"{' '.join(command[:3])} failed; look for {name} before you repeat it: {said}")
+        if "Traceback (most recent call last)" in ended.stderr:
+            said = said.splitlines()[-1]
+        raise ResourceError(
+            f"{' '.join([program, *command[1:3]])} failed; look for {name} before you repeat it: {said}"
+        )
     return (ended.stdout.strip().splitlines() or [""])[-1]

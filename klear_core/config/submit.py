@@ -10,6 +10,8 @@ from klear_core.config.settings import Settings
 
 Duration = Annotated[str, Field(pattern=r"^[1-9]\d*[smhd]$")]
 """Time as a number and a unit: `90s`, `30m`, `6h`, `2d`."""
+SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+"""Long name of an option of sbatch, without its dashes."""
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -46,8 +48,8 @@ class SlurmTarget(Settings):
     None: the partition's."""
     setup: str = ""
     """Shell commands on every node before anything starts; empty: put the folder of this Python into PATH."""
-    sbatch: dict[str, str] = {}
-    """Further options of sbatch, such as `account`."""
+    sbatch: dict[SbatchOption, str] = {}
+    """Further options of sbatch, such as `account`; one without a value, such as `hold`, is an empty text."""
 
 
 class KubeTarget(Settings):
@@ -59,10 +61,13 @@ class KubeTarget(Settings):
     """Name of the PersistentVolumeClaim that is mounted at `workspace.root`; empty: only `workspace.store` is kept."""
     secret: str = ""
     """Name of the Secret whose entries become environment variables, such as the keys of a store or a teacher."""
-    schedule: str = ""
+    schedule: str = Field(default="", pattern=r"^(@[a-z]+( \S+)?|\S+( +\S+){4})?$")
     """Times of a retraining, as cron writes them: a RayCronJob in place of a RayJob."""
     time_zone: str = Field(default="Etc/UTC", min_length=1)
     """Time zone of `schedule`."""
+    user_namespaces: bool = False
+    """Let pods make the namespaces of the sandbox, which model-written code needs: Kubernetes 1.33 or newer, an image
+    that does not run as root."""
     keep_head: Duration = "1h"
     """Time for which the head, with its logs, outlives the run; workers, and their GPUs, are free at once."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from klear_command import Command
-from small_runs import GONE_IN_S, Run, small_run
+from small_runs import GONE_IN_S, IN_TIME_S, Run, small_run
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workspace of a run that nothing happened to."""
     root = tmp_path_factory.mktemp("straight")
     command = small_run(root, "--until", "rl")
-    assert command.wait() == 0, command.output
+    assert command.process.wait(IN_TIME_S) == 0, command.output
     assert command.left_over(within_s=GONE_IN_S) == []
     return root / "ws"
 

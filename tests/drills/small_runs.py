@@ -25,6 +25,8 @@ SMALL = (
 CHECKPOINT_EVERY = {"sft": 10, "rl": 1}
 BEFORE_SFT = ("benchmarks", "curate", "base", "distill")
 GONE_IN_S = 90.0
+IN_TIME_S = 1800.0
+"""Time of a whole run on a busy machine; a minute on one that is not."""
 
 Run = Callable[..., Command]
 """Starts a small run with more arguments and environment variables."""

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import CHECKPOINT_EVERY, SMALL, assert_same, small_run, steps_in, work
+from small_runs import CHECKPOINT_EVERY, IN_TIME_S, SMALL, assert_same, small_run, steps_in, work
 
 from klear_core.config.load import validate
 from klear_core.pipeline.submission.request import Submission, for_cluster
@@ -24,10 +25,9 @@ from klear_core.pipeline.submission.shell import slurm as prepare
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.bench,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(5400),
     pytest.mark.skipif(shutil.which("slurmctld") is None or os.getuid() != 0, reason="needs root, slurm-wlm and munge"),
 ]
-_IN_TIME_S = 900.0
 _AGAIN_S = 10.0
 _LOOKS = 50
 """Looks at a job that has ended; one that is queued again is, for a moment, shown as such."""
@@ -45,8 +45,9 @@ class Slurm:
     def __call__(self, *command: str, is_checked: bool = True, **environment: str) -> str:
         """Run a command beside the controller and return its output."""
         enter = ["nsenter", "--target", str(self.process.pid), "--net", "--pid", "--mount", f"--wdns={ROOT}"]
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | {k: os.environ[k] for k in ("PATH", "HOME")}
-        env |= environment
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        folders = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": folders, "PATH": path, "HOME": os.environ["HOME"]} | environment
         ended = subprocess.run([*enter, "--", *command], capture_output=True, text=True, check=False, env=env)
         assert not is_checked or ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
@@ -80,7 +81,7 @@ class Slurm:
 
         In the second in which it ended, nodes refuse it: "Job credential revoked".
         """
-        deadline, num_ended, moved_s = time.monotonic() + _IN_TIME_S, 0, 0.0
+        deadline, num_ended, moved_s = time.monotonic() + IN_TIME_S, 0, 0.0
         while not is_so():
             states = self.states()
             assert time.monotonic() < deadline, states + self.log
@@ -129,19 +130,21 @@ def test_a_run_on_two_nodes_that_is_killed_and_preempted_is_queued_again_to_the_
     two = ("--set", "sft.runtime.num_workers=2", "--set", "rl.runtime.num_workers=2")
     (tmp_path / "straight").mkdir()
     straight = small_run(tmp_path / "straight", "--until", "rl", *two)
-    assert straight.wait() == 0, straight.output
+    assert straight.process.wait(IN_TIME_S) == 0, straight.output
     nodes = ("--set", "workspace.submit.nodes=2")
-    assert "submitted smoke-" in slurm.submit(*two, *nodes, "--retry", "error,interruption", "--deadline", "1d")
+    # on a busy machine Ray, which waits 30 s for itself, may not start
+    many = ("--set", "workspace.submit.max_retries=20")
+    assert "submitted smoke-" in slurm.submit(*two, *nodes, *many, "--retry", "error,interruption", "--deadline", "1d")
     slurm.until_it_trains("sft")
     assert slurm.on("n2", "pgrep", "-fc", "ray::")
     [driver] = (slurm.workspace / "submissions").glob("*/driver.pid")
     slurm.on("n1", "kill", "-KILL", driver.read_text().strip())
     slurm.until(lambda: "ended with 137 (error): queued again" in slurm.log)
     slurm.until_it_trains("rl")
+    before = restarts(slurm)
     slurm("sbatch", "--partition=first", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
-    slurm.until(lambda: restarts(slurm) == 2)  # preempted
-    while not ended(slurm):
-        slurm.until(lambda: "RUNNING" not in slurm.states() or "✓ rl" in slurm.log)
+    slurm.until(lambda: restarts(slurm) > before)  # preempted
+    slurm.until(lambda: ended(slurm))
     assert_same(slurm.workspace, tmp_path / "straight" / "ws", "sft", attempts=2)
     assert_same(slurm.workspace, tmp_path / "straight" / "ws", "rl", attempts=2)
 
@@ -161,16 +164,23 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_is_queued_again_to_t
     assert_same(slurm.workspace, straight, "rl", attempts=2)
 
 
+@pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="needs klear[cluster]: Ray takes jobs by its dashboard")
 def test_a_ray_job_whose_driver_is_killed_runs_again_to_the_same_weights(slurm: Slurm, straight: Path):
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "only-here", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:8265"}
-    slurm.on("n1", "ray", "start", "--head", "--num-cpus=4", "--disable-usage-stats", **token)
+    deadline = time.monotonic() + IN_TIME_S
+    head = ("ray", "start", "--head", "--num-cpus=4", "--disable-usage-stats")
+    while "Ray runtime started" not in (said := slurm.on("n1", *head, is_checked=False, **token)):
+        assert time.monotonic() < deadline, said  # on a busy machine it may miss the 30 s that it gives itself
+        slurm.on("n1", "ray", "stop", "--force", is_checked=False)
+    while "[]" not in slurm.on("n1", "ray", "job", "list", is_checked=False, **token):
+        assert time.monotonic() < deadline
+        time.sleep(1)
     name = slurm.submit("--retry", "error", to="ray", **token).partition("\nsubmitted ")[2].partition(";")[0]
     driver = "klear run ./profile"
 
     def status() -> str:
         return slurm.on("n1", "ray", "job", "status", name, is_checked=False, **token)
 
-    deadline = time.monotonic() + _IN_TIME_S
     while max(steps_in(work(slurm.workspace, "rl")), default=0) <= CHECKPOINT_EVERY["rl"]:
         assert time.monotonic() < deadline, status()
         time.sleep(0.2)

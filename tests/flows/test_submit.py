@@ -66,16 +66,26 @@ def test_what_does_not_fit_the_nodes_that_are_asked_for_is_refused(tmp_path):
         ("slurm", ["idle_kill=10%/1h"], "workspace.submit.gpus_per_node is 0"),
         ("kube", ["cpus_per_node=8", "memory_gb_per_node=64"], "workspace.submit.image: a pod needs it"),
         ("kube", ["kube.schedule='0 3 * * 1'", "queue=team"], "Kueue misses them"),
+        ("kube", ["queue=a team"], "no name of an object of Kubernetes"),
+        ("kube", ["image=klear"], "the results would end with the pod"),
+        ("kube", ["kube.volume=runs", "kube.schedule=weekly"], "kube.schedule"),
+        ("prefect", ["queue=klear", "prefect.pool=docker", "image={{ x }}"], "would replace {{ x }}"),
         ("kube", ["idle_kill=10%/1h", "nodes=2", "gpus_per_node=8"], "which has none with nodes > 1"),
         ("prefect", ["retry=['error']"], "prefect starts a run again after no-capacity, interruption only"),
         ("prefect", ["max_retries=2"], "until its third crash in a row"),
         ("prefect", ["nodes=2", "queue=klear"], "a worker starts a run on one machine"),
+        ("prefect", ["queue=klear", "image=klear"], "a pool of processes starts no container"),
+        (
+            "prefect",
+            ["queue=klear", "prefect.pool=kubernetes", "image=k", "kube.volume=runs"],
+            "the pool's job template has it",
+        ),
         ("slurm", ["image=klear"], "Slurm starts no container"),
     ],
 )
 def test_what_a_target_cannot_do_is_refused(tmp_path, target, settings, refused):
     asked = [word for setting in settings for word in ("--set", f"workspace.submit.{setting}")]
-    with pytest.raises(ConfigError, match=refused):
+    with pytest.raises(ConfigError, match=re.escape(refused)):
         submitted(tmp_path, "smoke", "--to", target, *asked, "--dry-run")
 
 
@@ -84,7 +94,7 @@ def test_what_a_target_cannot_do_is_refused(tmp_path, target, settings, refused)
     [
         ("--deadline", "tomorrow", "submit.deadline"),
         ("--for", "6", "submit.retry_for"),
-        ("--retry", "error,always", "no-capacity"),
+        ("--retry", "error, always", "no-capacity"),
         ("--idle-kill", "10/1h", "such as 10%/1h"),
         ("--idle-kill", "10%/week", "submit.idle_kill.window"),
     ],
@@ -96,7 +106,8 @@ def test_an_option_that_cannot_be_read_is_refused_with_what_it_may_be(tmp_path, 
 
 @pytest.mark.parametrize("target", ["slurm", "ray", "kube", "prefect"])
 def test_a_deadline_is_a_moment_in_the_profile_of_the_run(tmp_path, target):
-    needs = {"kube": ["image=klear", "cpus_per_node=8", "memory_gb_per_node=64"], "prefect": ["queue=klear"]}
+    pod = ["image=klear", "cpus_per_node=8", "memory_gb_per_node=64", "kube.volume=runs"]
+    needs = {"kube": pod, "prefect": ["queue=klear"]}
     asked = [word for setting in needs.get(target, ()) for word in ("--set", f"workspace.submit.{setting}")]
     before = datetime.now(UTC)
     shown = submitted(tmp_path, "smoke", "--to", target, "--deadline", "2h", *asked, "--dry-run")
@@ -109,9 +120,26 @@ def test_all_stages_wait_for_missing_nodes_as_long_as_is_asked(tmp_path):
     assert set(re.findall(r"wait_for_nodes_s = (.*)", shown)) == {"21600.0"}
 
 
-def test_a_ray_job_whose_results_would_end_with_its_folder_is_refused():
-    result = CliRunner().invoke(app, ["submit", "smoke", "--to", "ray", "--dry-run"])
-    assert "set an absolute path, or workspace.store" in str(result.exception)
+@pytest.mark.parametrize(
+    ("target", "submit"),
+    [("ray", []), ("kube", ["kube.volume=runs"]), ("prefect", ["queue=klear", "prefect.pool=docker", "image=klear"])],
+)
+def test_a_run_whose_results_would_end_with_its_folder_is_refused(target, submit):
+    asked = [word for setting in submit for word in ("--set", f"workspace.submit.{setting}")]
+    result = CliRunner().invoke(app, ["submit", "smoke", "--to", target, *asked, "--dry-run"])
+    assert "workspace.root = 'runs'" in str(result.exception)
+
+
+def test_commands_are_printed_as_a_shell_takes_them(tmp_path):
+    shown = submitted(tmp_path / "a b", "smoke", "--to", "ray", "--dry-run")
+    assert f"--working-dir '{tmp_path}/a b/submissions/" in shown
+
+
+def test_a_program_that_is_missing_is_named_and_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="nothing was submitted: there is no command sbatch"):
+        submitted(tmp_path / "runs", "smoke", "--to", "slurm")
+    assert not (tmp_path / "runs").exists()
 
 
 PLANTED = "planted-0123456789"
@@ -154,6 +182,25 @@ def test_sbatch_gets_the_script_and_the_token_is_readable_by_its_owner_alone(tmp
     assert f"submitted {folder.name}" in shown
     assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
     assert (folder / "token").read_text() not in "".join(f.read_text() for f in folder.glob("*.sh"))
+
+
+def test_a_run_for_prefect_needs_a_server_that_answers(tmp_path, monkeypatch):
+    asked = ("smoke", "--to", "prefect", "--queue", "klear")
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with pytest.raises(ConfigError, match="PREFECT_API_URL: not set"):
+        submitted(tmp_path / "runs", *asked)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_of_a_traceback_the_last_line_is_shown(tmp_path, monkeypatch):
+    stand_in(
+        tmp_path / "bin",
+        "sbatch",
+        "printf 'Traceback (most recent call last):\n  x\nConnectionError: no\n' >&2; exit 1",
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    with pytest.raises(ResourceError, match=r"before you repeat it: ConnectionError: no$"):
+        submitted(tmp_path / "runs", "smoke", "--to", "slurm")
 
 
 def test_a_cluster_that_fails_to_answer_may_have_taken_the_run(tmp_path, monkeypatch):

@@ -150,7 +150,10 @@ def test_the_image_copies_what_exists_installs_extras_of_ours_and_does_not_run_a
             assert (ROOT / path.replace("${LOCK}", lock)).exists(), path
     extras = {extra for found in re.findall(r"EXTRAS=([\w,]+)", text) for extra in found.split(",")}
     assert extras <= set(PYPROJECT["project"]["optional-dependencies"])
-    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["klear"]
+    assert all("cluster" in found.split(",") for found in re.findall(r"EXTRAS=([\w,]+)", text)), (
+        "KubeRay needs ray[default]"
+    )
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["1000"]
     top_level = {path for path in copied if (ROOT / path).is_dir()}
     assert {"flows", "tasks", "klear_core", "configs"} <= top_level
 

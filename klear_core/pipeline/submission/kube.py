@@ -18,6 +18,15 @@ _OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
 
 Manifest = dict[str, Any]
 
+_MAY_MAKE_NAMESPACES: Manifest = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "Unconfined"},
+    "appArmorProfile": {"type": "Unconfined"},
+    "procMount": "Unmasked",
+}
+"""What `security_opt` says in infra/compose: no rights, but none of the profiles that forbid namespaces and a /proc."""
+
 
 def kube(submission: Submission, *, ray_version: str) -> Prepared:
     """Return the manifests as one file for kubectl."""
@@ -181,4 +190,8 @@ def _pod(submission: Submission, container: str, resources: Manifest) -> Manifes
     }
     if target.secret:
         main["envFrom"] = [{"secretRef": {"name": target.secret}}]
-    return {"metadata": {"labels": {_LABEL: submission.name}}, "spec": {"containers": [main], "volumes": volumes}}
+    spec: Manifest = {"containers": [main], "volumes": volumes}
+    if target.user_namespaces:
+        main["securityContext"] = _MAY_MAKE_NAMESPACES
+        spec["hostUsers"] = False  # Kubernetes asks for it where /proc is not masked
+    return {"metadata": {"labels": {_LABEL: submission.name}}, "spec": spec}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -28,6 +29,7 @@ PROFILE = "profile/run.toml"
 
 _MAX_NAME = 36
 """Characters of a name; KubeRay's limit for a RayCronJob."""
+_OBJECT_NAME = r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?"
 _UNUSED: Mapping[Target, Mapping[str, str]] = {
     "slurm": {"image": "Slurm starts no container: let slurm.setup start one"},
     "ray": {
@@ -161,10 +163,10 @@ def _impossible(target: Target, config: PipelineConfig) -> Iterator[str]:
         case "ray":
             yield from _lost_results(config)
         case "kube":
-            yield from _kube_problems(submit)
-            yield from () if submit.kube.volume else _lost_results(config)
+            yield from _kube_problems(config)
         case "prefect":
             yield from _prefect_problems(submit)
+            yield from () if submit.prefect.pool == "process" else _lost_results(config)
         case _:
             assert_never(target)
 
@@ -176,10 +178,21 @@ def _lost_results(config: PipelineConfig) -> Iterator[str]:
         yield f"workspace.root = {root!r}: the job's folder ends with it; set an absolute path, or workspace.store"
 
 
-def _kube_problems(submit: SubmitConfig) -> Iterator[str]:
+def _kube_problems(config: PipelineConfig) -> Iterator[str]:
+    submit, root = config.workspace.submit, config.workspace.root
     for name in ("image", "cpus_per_node", "memory_gb_per_node"):
         if not getattr(submit, name):
             yield f"workspace.submit.{name}: a pod needs it"
+    target = submit.kube
+    names = {"queue": submit.queue, "priority": submit.priority, "kube.namespace": target.namespace}
+    names |= {"kube.volume": target.volume, "kube.secret": target.secret}
+    for name, value in names.items():
+        if value and not re.fullmatch(_OBJECT_NAME, value):
+            yield f"workspace.submit.{name} = {value!r}: no name of an object of Kubernetes (a-z, 0-9, - and .)"
+    if target.volume and (not Path(root).is_absolute() or ":" in root):
+        yield f"workspace.root = {root!r}: the volume is mounted there; set an absolute path without a colon"
+    if not target.volume and not config.workspace.store:
+        yield "workspace.submit.kube.volume: the results would end with the pod; set it, or workspace.store"
     if submit.idle_kill is not None and submit.nodes > 1:
         yield "workspace.submit.idle_kill: looks at the GPUs of the driver's pod, which has none with nodes > 1"
     if submit.kube.schedule and submit.queue:
@@ -192,6 +205,12 @@ def _prefect_problems(submit: SubmitConfig) -> Iterator[str]:
         yield "workspace.submit.queue: the name of the work pool"
     if pool != "process" and not submit.image:
         yield f"workspace.submit.image: a pool of type {pool} needs it"
+    if pool == "process" and submit.image:
+        yield f"workspace.submit.image = {submit.image!r}: a pool of processes starts no container"
+    if pool == "kubernetes":
+        for name in ("volume", "secret"):
+            if value := getattr(submit.kube, name):
+                yield f"workspace.submit.kube.{name} = {value!r}: with Prefect, the pool's job template has it"
     if submit.nodes > 1:
         yield f"workspace.submit.nodes = {submit.nodes}: a worker starts a run on one machine; use slurm, ray or kube"
     if pool != "process" and submit.gpus_per_node:

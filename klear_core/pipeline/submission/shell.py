@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
 
 from klear_core.config.submit import SubmitConfig, in_seconds
+from klear_core.errors import ConfigError
 from klear_core.pipeline.submission.request import PROFILE, Prepared, Submission, profile_files
 from klear_core.stopping import LIMIT_STATUS, REQUEUE_STATUS
 
@@ -50,11 +52,22 @@ def _options(submission: Submission, workdir: Path) -> list[str]:
         "signal": f"B:USR1@{_WARN_S}",
         "open-mode": "append",
         "chdir": str(workdir),
-        "output": str(submission.folder / "log"),
+        "output": str(submission.folder / "log").replace("%", "%%"),
         **submit.slurm.sbatch,
     }
     flags = ["exclusive", "requeue" if "interruption" in submit.retry else "no-requeue"]
-    return [*flags, *(f"{name}={value}" for name, value in options.items() if value)]
+    flags += [name for name, value in submit.slurm.sbatch.items() if not value]
+    return [*flags, *(f"{name}={_quoted(value)}" for name, value in options.items() if value)]
+
+
+def _quoted(value: str | int) -> str:
+    """Return the value of an option as sbatch reads it in a script, where backslashes escape in quotes of both kinds."""
+    text = str(value)
+    if "\n" in text:
+        raise ConfigError(f"an option of sbatch has one line: {text!r}")
+    if re.fullmatch(r"[\w@%+=:,./-]+", text, re.ASCII):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _shortest(submit: SubmitConfig) -> str:
@@ -85,12 +98,12 @@ unset RAY_ADDRESS
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token   # without it, whoever reaches a port runs code
 export RAY_worker_niceness=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 
-cd_or_die() {{ cd "$1" || exit 2; }}
 [ -f "$folder/begun" ] || date +%s >"$folder/begun"
 rm -f "$folder/driver.pid" "$folder/status"
 
-# The time is almost over, or the job is preempted: the run saves a checkpoint and exits with {REQUEUE_STATUS}.
-trap 'kill -USR1 "$(cat "$folder/driver.pid")"' USR1
+# The time is almost over, or the job is preempted: the run saves a checkpoint and exits with {REQUEUE_STATUS}. One that
+# does not listen yet ends with 138, and where it has not begun the step ends.
+trap 'kill -USR1 "$(cat "$folder/driver.pid")" || kill $step' USR1
 # The nodes are this job's alone: a Ray that runs here is left over from a job that Slurm has ended.
 srun --cpu-bind=none ray stop --force >/dev/null 2>&1
 srun --cpu-bind=none ray symmetric-run --address "$head:6379" --min-nodes {submit.nodes} \\
@@ -101,7 +114,7 @@ status=$(cat "$folder/status" 2>/dev/null || echo lost)
 
 case $status in
   {_FINAL}) exit "$status" ;;   # done; wrong settings; deadline or idle_kill; cancelled
-  {REQUEUE_STATUS} | lost) reason=interruption ;;
+  {REQUEUE_STATUS} | 138 | lost) reason=interruption ;;
   *) reason=error ;;
 esac
 case " {" ".join(submit.retry)} " in *" $reason "*) ;; *) echo "ended with $status"; exit 1 ;; esac
@@ -115,7 +128,7 @@ if [ $age -gt {in_seconds(submit.retry_for)} ]; then echo "retried for $age s, n
 # A controller that does not answer is asked again.
 for _ in {{1..30}}; do scontrol requeue "$SLURM_JOB_ID" && exit 0; sleep 10; done
 exit 1
-""".replace('cd_or_die() { cd "$1" || exit 2; }\n', "")
+"""
 
 
 def _unless_over(submit: SubmitConfig) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from klear_core.config.load import load_profile, validate
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ConfigError
 from klear_core.pipeline.submission.request import PROFILE, Submission, name_of
 from klear_core.pipeline.submission.shell import ray, slurm
 
@@ -62,6 +63,7 @@ class Job:
     [
         (["interruption"], "exit 0", False),
         (["interruption"], "exit 75", True),
+        (["interruption"], "trap - USR1; kill -USR1 $$", True),  # the warning comes before the run listens
         (["error"], "exit 75", False),
         (["interruption"], "exit 1", False),
         (["error"], "exit 1", True),
@@ -88,6 +90,20 @@ def test_the_warning_before_the_time_limit_reaches_the_run_which_saves_and_is_qu
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 0
     assert (job.folder / "status").read_text() == "75\n"
+    assert job.requeued() == 1
+
+
+def test_the_warning_before_the_run_has_begun_ends_the_step_and_the_job_is_queued_again(tmp_path):
+    job = Job(tmp_path, slurm={"setup": f"export PATH={tmp_path / 'bin'}:/usr/bin:/bin; head=10.0.0.1"})
+    (tmp_path / "bin" / "srun").write_text(
+        '#!/bin/bash\n[[ "$*" = *" ray stop "* ]] && exit; touch "$CALLS"; while :; do read -rt 0.05 <> <(:); done\n'
+    )
+    process = job.start("exit 0")
+    while not job.calls.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 0
     assert job.requeued() == 1
 
 
@@ -123,6 +139,21 @@ def test_the_options_of_sbatch_are_those_of_the_settings():
     )  # fmt: skip
     assert asked >= {"nodes=4", "gpus-per-node=8", "partition=gpu", "qos=high", "deadline=now+7200", "time=90"}
     assert asked >= {"account=us", "ntasks-per-node=1", "exclusive", "requeue", "signal=B:USR1@300"}
+
+
+def test_values_of_options_are_quoted_as_sbatch_reads_them_and_flags_have_none():
+    """Debian's Slurm 22.05 has read these."""
+    job = slurm(
+        submission(Path("""/a b'c %j "d"""), slurm={"sbatch": {"comment": r"my \ run", "hold": ""}}), workdir=Path("/w")
+    )
+    lines = [line for line in job.files["job.sh"].splitlines() if line.startswith("#SBATCH")]
+    assert f"""#SBATCH --output="/a b'c %%j \\"d/{NAME}/log\"""" in lines
+    assert r'#SBATCH --comment="my \\ run"' in lines
+    assert "#SBATCH --hold" in lines
+    with pytest.raises(ConfigError, match="one line"):
+        options_of(queue="gpu\ntouch /tmp/x")
+    with pytest.raises(ConfigError, match="sbatch"):
+        options_of(slurm={"sbatch": {"account=us\nrm": "x"}})
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def check(kind: str, spec: dict[str, Any]) -> None:
         {},
         {"nodes": 4, "queue": "team", "priority": "high", "deadline": "5d", "retry": ["error", "no-capacity"]},
         {"nodes": 2, "gpus_per_node": 0, "kube": {"volume": "runs", "secret": "keys"}},
+        {"nodes": 2, "kube": {"user_namespaces": True}},
     ],
 )
 def test_a_rayjob_is_one_by_the_schema_of_kuberay(submit):
@@ -137,6 +138,14 @@ def with_rules(job: dict[str, Any], rules: list[dict[str, Any]]) -> dict[str, An
     """The job with the rules in KubeRay's own policy, whose schema is that of Kubernetes."""
     cluster = job["rayClusterSpec"] | {"networkPolicy": {"mode": "DenyAllIngress", "head": {"ingressRules": rules}}}
     return job | {"rayClusterSpec": cluster}
+
+
+def test_pods_may_make_the_namespaces_of_the_sandbox_as_the_containers_of_compose_may():
+    cluster = ray_job(kube={"user_namespaces": True})["rayClusterSpec"]
+    spec = cluster["headGroupSpec"]["template"]["spec"]
+    [container] = spec["containers"]
+    assert (spec["hostUsers"], container["securityContext"]["procMount"]) == (False, "Unmasked")
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_the_profile_is_mounted_where_klear_run_reads_it():
