@@ -129,7 +129,9 @@ class ProgramSide:
         builtin = (len, iter, next, bool, hash, str, repr, int, float, complex, bytes, round, format, reversed)
         builtin += (isinstance, issubclass, math.trunc, math.floor, math.ceil, operator.index)
         self.functions.update({f.__name__: f for f in builtin})
-        self.functions.update({"getattr": getattr, "setattr": setattr, "delattr": delattr, "await": self.wait_for, "anext": self.anext})
+        self.functions.update(
+            {"getattr": getattr, "setattr": setattr, "delattr": delattr, "await": self.wait_for, "anext": self.anext}
+        )
         self.functions.update(seed=lambda *args: __import__("random").seed(*args))
         self.functions.update(
             setrecursionlimit=sys.setrecursionlimit, copy=copy.copy, deepcopy=copy.deepcopy, type=type
