@@ -7,7 +7,8 @@ import operator
 import os
 import sys
 
-from klear_remote import FORWARDED, INPUTS, NAMES_OF_FUNCTIONS, REMOTE_METHODS
+from klear_looks import FORWARDED
+from klear_remote import INPUTS, NAMES_OF_FUNCTIONS, REMOTE_METHODS
 from klear_tester import serve_tester
 from klear_turns import Turns
 from klear_values import ListNode, TreeNode, Wire, receive, send, text_of
