@@ -353,13 +353,13 @@ class Latest(Generic[T]):
                 self._changed.wait_for(lambda: self._is_closed, timeout=self._every_s)
 
     def _try(self, value: T) -> None:
-        try:
+        is_delivered = False
+        with reporting("not delivered", level=logging.DEBUG):
             self._deliver(value)
-        except Exception as e:  # noqa: BLE001  failing to show the work must not stop the work
-            log.debug("not delivered: %s: %s", type(e).__name__, e)
-            with self._changed:
-                if not self._waiting and not self._is_closed:
-                    self._waiting = [value]
+            is_delivered = True
+        with self._changed:
+            if not (is_delivered or self._waiting or self._is_closed):
+                self._waiting = [value]
 
 
 # ---- a finished stage's page in Prefect ----

@@ -278,17 +278,21 @@ _PLAIN_ANSWER = re.compile(r"-?\w[\w.,/ -]{0,60}")
 _NO_VALUE = re.compile(r"\\l?dots|[\s?!'\"`$#@~;:.,_|\\]+")
 """Punctuation alone; a sign (`<`) or brackets (`\\{\\}`) may be an answer."""
 _SIGN_ALONE = re.compile(r"[-\u2010-\u2015\u2212]{1,3}")
-_STANDS_FOR_NONE = re.compile(
-    r"(?:please )?(?:see|refer to|given in|shown in|as in) (?:the )?(?:attached |full |above |below |official )?"
-    r"(?:solutions?|explanations?|answers?|proofs?|figures?|images?|pictures?|diagrams?|graphs?|tables?|text|notes?|comments?"
-    r"|above|below|attached|attachment|work|student work|details|page|textbook)(?: above| below| for details)?"
-    r"|n\s*/\s*a|n\.a|not applicable|not available|not (?:given|provided)|no (?:answer|solution) (?:is )?(?:given|provided|available)"
-    r"|(?:the )?(?:answers?|responses?|solutions?|results?)? ?(?:will|may|can|could|should|might) vary|(?:answers?|responses?) var(?:y|ies)"
-    r"|(?:the )?proofs?(?: (?:by|using|of|is|omitted|complete|completed|required|follows|below|above|question|problem|problems|needed|"
-    r"left).{0,80})?|proven|proved|to be proved|q\.?\s*e\.?\s*d|(?:the )?(?:solution|answer|proof) (?:is )?omitted"
-    r"|left (?:as an exercise )?(?:to|for) the reader|tbd|to ?do|\?+|\[?(?:image|figure|picture|diagram|graph|img)s?\]?",
-    re.I,
+_SHOWN_ELSEWHERE = (
+    "solution explanation answer proof figure image picture diagram graph table text note comment above below attached "
+    "attachment work detail page textbook"
 )
+_NO_ANSWER = (
+    r"(?:please )?(?:see|refer to|given in|shown in|as in) (?:the )?(?:attached |full |above |below |official )?"
+    rf"(?:{_SHOWN_ELSEWHERE.replace(' ', '|')})s?(?: above| below| for details)?",
+    r"n\s*/\s*a|n\.a|tbd|to ?do|\?+|not (?:applicable|available|given|provided)",
+    r"no (?:answer|solution) (?:is )?(?:given|provided|available)|left (?:as an exercise )?(?:to|for) the reader",
+    r"(?:(?:the )?(?:answer|response|solution|result)s?)? ?(?:will|may|can|could|should|might) vary",
+    r"(?:answer|response)s? var(?:y|ies)|(?:the )?(?:solution|answer|proof) (?:is )?omitted",
+    r"(?:the )?proofs?(?: (?:by|using|of|is|completed?|required|follows|below|above|question|problem|needed).*)?",
+    r"proven|proved|to be proved|q\.?\s*e\.?\s*d|\[?(?:image|figure|picture|diagram|graph|img)s?\]?",
+)
+_STANDS_FOR_NONE = re.compile("|".join(_NO_ANSWER), re.I)
 """Texts in the place of an answer that no response can equal; `None` and `undefined` are answers."""
 _IMAGE = re.compile(
     r"!\[[^\]]*\]\([^()]*\)|<img\b[^<>]*>|\\includegraphics\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|\[asy\].*?\[/asy\]"

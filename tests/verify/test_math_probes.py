@@ -17,6 +17,61 @@ KINDS = list(dict.fromkeys(probe.kind for probe in probes()))
 SEED, NUM_REFERENCES = 20, 120
 
 
+RIGHT_LATER = [
+    ('7-2i', '7-2\\imath'),
+    ('42', '\\text{The answer is }42'),
+    ('17', '\\text{Answer}: 17'),
+    ('7', '\\text{There are }7\\text{ ways}'),
+    ('2025', 'the year 2025'),
+    ('42', '\\highlight{42}'),
+    ('17', '\\mathcolor{red}{17}'),
+    ('42', '\\begin{array}{c}42\\end{array}'),
+    ('42', '\\text{(}42\\text{)}'),
+    ('\\text{red}', '\\text{rojo}'),
+    ('\\text{January}', '\\text{enero}'),
+    ('\\frac{\\pi}{4}+n\\pi', '\\frac{\\pi}{4}+k\\pi'),
+    ('\\ln|x|+C', '\\ln|x|+C_1'),
+    ('y=e^x+C_1', 'y=e^x+C'),
+    ('n = 3k+1', 'n=3m+1'),
+    ('y=Ce^{2x}', 'y=Ke^{2x}'),
+    ('f(x) = cx', 'f(x)=kx'),
+    ('\\{4k+3 : k\\ge 0\\}', '\\{4n+3 : n \\ge 0\\}'),
+    ('(0,5)', 'P(0,5)'),
+    ('A(1,2)', '(1,2)'),
+    ('£5', '5 pounds'),
+    ('20', '20\\,\\Omega'),
+    ('5\\text{ ohms}', '5\\,\\Omega'),
+    ('100', '100\\text{°C}'),
+    ('8', "8 o'clock"),
+    ('2', '\\text{Two.}'),
+    ('37.5^\\circ', "37^\\circ 30'"),
+]  # fmt: skip
+WRONG_LATER = [
+    ('30^\\circ', "30'"),
+    ('8%', '8 m'),
+    ('n=3k+1', 'n=3k+2'),
+    ('n=3k+1', 'm=3k+1'),
+    ('f(x)=kx', 'f(x)=x'),
+    ('3k+1', '3m+1'),
+    ('y=Ce^{x}', 'y=Ce^{-x}'),
+    ('n=3k', 'k=3n'),
+    ('f(x)=2x', 'f(t)=2x'),
+    ('V=kx', 'V=cy'),
+    ('£8', '\\$8'),
+    ('8 pounds', '£9'),
+    ('8 kg', '8 pounds'),
+    ('20\\,\\Omega', '20 V'),
+    ('7', '\\text{There are }8\\text{ ways}'),
+    ('7', '\\text{There are at least }7'),
+    ('\\text{May}', '\\text{März}'),
+    ('\\text{red}', '\\text{azul}'),
+    ('(0,5)', 'P(5,0)'),
+    ('x+1', 'y+1'),
+    ('ab', 'cd'),
+]  # fmt: skip
+"""Spellings of a later batch that were misjudged at first, and wrong answers beside them."""
+
+
 def judged(pool: JudgePool, asked: list[Probe]) -> list[Verdict]:
     futures = [pool.submit(math_problem(probe.gold), "</think>" + probe.response) for probe in asked]
     return [future.result() for future in futures]
@@ -43,6 +98,12 @@ def test_right_answers_of_a_class_are_accepted_and_wrong_ones_are_not(
     errors: list[tuple[Probe, str]], kind: str
 ) -> None:
     assert [error for error in errors if error[0].kind == kind] == []
+
+
+def test_spellings_of_a_later_batch_are_judged_rightly(math_pool: JudgePool) -> None:
+    asked = [boxed_probe("later", *pair, is_right=True) for pair in RIGHT_LATER]
+    asked += [boxed_probe("later", *pair, is_right=False) for pair in WRONG_LATER]
+    assert misjudged(math_pool, asked) == []
 
 
 def test_every_reference_is_right_against_itself(math_pool: JudgePool) -> None:

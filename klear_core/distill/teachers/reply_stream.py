@@ -49,7 +49,8 @@ others. Some send several of them with the same text, so the first that has any 
 _EXTRA_FIELDS = ("provider_specific_fields", "extra_content", "model_extra", "extra_fields", "additional_kwargs")
 """Objects of a message in which gateways put the fields that are not OpenAI's."""
 _END_FIELDS = (
-    "finish_reason", "stop_reason", "native_finish_reason", "finishReason", "stopReason", "done_reason", "finish_details",
+    "finish_reason", "stop_reason", "native_finish_reason", "finishReason", "stopReason", "done_reason",
+    "finish_details",
 )  # fmt: skip
 """Where servers say how a reply ended; the first that is filled counts."""
 _TEXT_KEYS = (
@@ -301,7 +302,9 @@ class ReplyReader:
         if not choices:
             self._keep_unread(event)
         for choice in choices:
-            if str(choice.get("index") or 0) == "0":  # one is asked for; a server may send more, or call the only one null
+            if (
+                str(choice.get("index") or 0) == "0"
+            ):  # one is asked for; a server may send more, or call the only one null
                 self._read_choice(choice)
 
     def _read_choice(self, choice: dict[str, Any]) -> None:

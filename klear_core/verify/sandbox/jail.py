@@ -28,7 +28,7 @@ _HEAD = struct.Struct(">BiIII")
 _MARSHAL_VERSION = 4  # readable by every interpreter from 3.4 on, whichever version the host runs
 # In both lists a module imports only from those before it.
 _SUPERVISOR_MODULES = ("kernel", "parallel", "programs", "frames", "processes", "child")
-_CHILD_MODULES = ("values", "turns", "forms", "remote", "tester", "service")
+_CHILD_MODULES = ("values", "turns", "forms", "remote", "looks", "tester", "service")
 _START_S = 20.0  # seconds in which a jail must have started
 _END_S = 2.0  # seconds for a jail to exit once its pipes are closed
 STARVED_FACTOR = 6

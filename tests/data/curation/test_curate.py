@@ -249,8 +249,9 @@ def test_some_broken_rows_are_a_warning(tmp_path, num_broken, num_warnings):
 
 UNREADABLE = ["\\frac{1}{", "}{", "$$", "\\boxed{}", "x" * 1001, "???", "\\frac{1}", "\\sqrt", "x=", "2^", "..."]
 UNREADABLE += [
-    "See solution", "See the explanation.", "\\text{see figure below}", "N/A", "$n/a$", "-", "\u2014", "Proof", "proof by induction", "Q.E.D.",
-    "Answers will vary", "Answer may vary.", "![](https://a.b/c.png)", "<img src='a.png'>", "\\includegraphics[width=2cm]{a}", "[image]",
+    "See solution", "See the explanation.", "\\text{see figure below}", "N/A", "$n/a$", "-", "\u2014", "Proof", "proof by induction",
+    "Q.E.D.", "Answers will vary", "Answer may vary.",
+    "![](https://a.b/c.png)", "<img src='a.png'>", "\\includegraphics[width=2cm]{a}", "[image]",
     "Not provided", "Solution omitted", "\\boxed{N/A}", "[asy] draw((0,0)--(1,1)); [/asy]",
 ]  # fmt: skip
 READABLE = [

@@ -247,7 +247,9 @@ MESSAGES: dict[str, dict[str, object]] = {
     "LiteLLM's own field": {"content": "4", "provider_specific_fields": {"reasoning_content": "2+2=4"}},
     "LangChain": {"content": "4", "additional_kwargs": {"reasoning_content": "2+2=4"}},
     "camel case": {"content": "4", "reasoningContent": "2+2=4"},
-    "Bedrock": {"content": [{"reasoningContent": {"reasoningText": {"text": "2+2=4", "signature": "Eq"}}}, {"text": "4"}]},
+    "Bedrock": {
+        "content": [{"reasoningContent": {"reasoningText": {"text": "2+2=4", "signature": "Eq"}}}, {"text": "4"}]
+    },
     "Gemini": {"content": [{"text": "2+2=4", "thought": True}, {"text": "4"}]},
     "a list as the thinking": {"reasoning_content": [{"type": "text", "text": "2+2=4"}], "content": ["4"]},
     "tags in capitals": {"content": "<THINK>2+2=4</THINK>4"},
@@ -288,7 +290,14 @@ STEPS = [
     {"choices": [{"index": 0, "delta": {"reasoning": "2+2=4"}}]},
     {"choices": [{"delta": {"content": "4"}, "finishReason": "STOP"}]},
 ]
-WRAPPED: list[object] = [BODY, [BODY], {"data": BODY}, {"code": 0, "msg": "ok", "result": BODY}, {"response": [BODY]}, STEPS]
+WRAPPED: list[object] = [
+    BODY,
+    [BODY],
+    {"data": BODY},
+    {"code": 0, "msg": "ok", "result": BODY},
+    {"response": [BODY]},
+    STEPS,
+]
 
 
 @pytest.mark.parametrize("body", WRAPPED)

@@ -254,7 +254,9 @@ def run_function(function, names, shared, rows_of_class=()):
         rows.append([(listed, v.values if isinstance(v, Param) else (v,) if len(listed) == 1 else v) for v in values])
     given_names = [name for row in rows for listed, _ in row[:1] for name in listed]
     needed = [name for name in inspect.signature(function).parameters if name not in given_names]
-    needed = [n for n, value in names.items() if isinstance(value, Fixture) and value.autouse and n not in needed] + needed
+    needed = [
+        n for n, value in names.items() if isinstance(value, Fixture) and value.autouse and n not in needed
+    ] + needed
     used = _used_fixtures(needed, names)
     chosen = [[(name, value) for value in names[name].params] for name in used if names[name].params]
     for combination, params in itertools.product(itertools.product(*rows), itertools.product(*chosen)):

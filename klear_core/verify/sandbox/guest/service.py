@@ -7,7 +7,8 @@ import operator
 import os
 import sys
 
-from klear_remote import FORWARDED, INPUTS, NAMES_OF_FUNCTIONS, REMOTE_METHODS
+from klear_looks import FORWARDED
+from klear_remote import INPUTS, NAMES_OF_FUNCTIONS, REMOTE_METHODS
 from klear_tester import serve_tester
 from klear_turns import Turns
 from klear_values import ListNode, TreeNode, Wire, receive, send, text_of
@@ -129,7 +130,9 @@ class ProgramSide:
         builtin = (len, iter, next, bool, hash, str, repr, int, float, complex, bytes, round, format, reversed)
         builtin += (isinstance, issubclass, math.trunc, math.floor, math.ceil, operator.index)
         self.functions.update({f.__name__: f for f in builtin})
-        self.functions.update({"getattr": getattr, "setattr": setattr, "delattr": delattr, "await": self.wait_for, "anext": self.anext})
+        self.functions.update(
+            {"getattr": getattr, "setattr": setattr, "delattr": delattr, "await": self.wait_for, "anext": self.anext}
+        )
         self.functions.update(seed=lambda *args: __import__("random").seed(*args))
         self.functions.update(
             setrecursionlimit=sys.setrecursionlimit, copy=copy.copy, deepcopy=copy.deepcopy, type=type

@@ -7,7 +7,8 @@ import sys
 import types
 
 from klear_forms import pytest_module, run_forms
-from klear_remote import FORWARDED, Names, ProgramModule, Tester, forward_looks, is_instance, type_of
+from klear_looks import FORWARDED, ProgramModule, forward_looks, is_instance, type_of
+from klear_remote import Names, Tester
 from klear_values import CannotSendError, ListNode, TreeNode, receive, send, text_of
 
 _MODULES = [
