@@ -44,6 +44,7 @@ from tasks.tracking import versions  # noqa: E402
 SIZE = float(os.environ.get("SIZE", "1"))
 NUM_RUNS, NUM_CLIENTS, NUM_HOURS = 200, 8, 24
 NEW_DATA_TIMES = 4
+UNTIL = os.environ.get("UNTIL", "")
 Row = Mapping[str, object]
 
 
@@ -288,7 +289,7 @@ from flows.environment import StageSelection
 from flows.run import prefect_run
 from klear_core.config.load import load_profile
 
-root, minutes, *overrides = sys.argv[1:]
+root, minutes, until, *overrides = sys.argv[1:]
 own = psutil.Process()
 stop_at = time.monotonic() + 60 * float(minutes)
 config = load_profile(Path("configs/smoke"), [*overrides, f"workspace.root={root}"])
@@ -296,7 +297,7 @@ with prefect_run(config.workspace, needs_ray=True):
     from flows.pipeline import run_pipeline
     seed = 0
     while time.monotonic() < stop_at or seed < 4:
-        run_pipeline(config.model_copy(update={"seed": seed}), StageSelection())
+        run_pipeline(config.model_copy(update={"seed": seed}), StageSelection(until=until or None))
         seed += 1
         children = own.children(recursive=True)
         seen = {
@@ -323,19 +324,28 @@ BOUNDS = {
 
 
 def smoke_in_a_loop() -> list[Row]:
-    """Run the smoke profile with seed after seed in one process for an hour."""
+    """Run the smoke profile with seed after seed in one process for an hour, up to $UNTIL if that is set."""
     minutes = max(1.0, 60 * SIZE)
     with tempfile.TemporaryDirectory() as scratch:
         temporary = Path(scratch) / "tmp"
         temporary.mkdir()
-        command = [sys.executable, "-c", LOOP, str(Path(scratch) / "ws"), str(minutes), *SMALL]
+        command = [
+            sys.executable,
+            "-c",
+            LOOP,
+            str(Path(scratch) / "ws"),
+            str(minutes),
+            UNTIL,
+            *SMALL,
+            "sft.max_steps=8",
+        ]
         env = clean() | {"TMPDIR": str(temporary)}
         ended = subprocess.run(command, cwd=ROOT, env=env, check=False, capture_output=True, text=True)
         if ended.returncode:
             raise RuntimeError(ended.stdout[-3000:] + ended.stderr[-3000:])
     seen = [json.loads(line[5:]) for line in ended.stdout.splitlines() if line.startswith("SEEN ")]
     late = seen[len(seen) // 2 :]
-    name = f"{len(seen)} runs of smoke in one process"
+    name = f"{len(seen)} runs of smoke{UNTIL and f' up to {UNTIL}'} in one process"
     rows = []
     for what, (unit, bound) in BOUNDS.items():
         values = [each[what] for each in late]
