@@ -104,7 +104,7 @@ def _input_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _margin_problems(work: PendingWork) -> Iterator[str]:
-    """Yield the margins of the champion's rule that no equal model can pass, because the interval is never so narrow."""
+    """Yield the margins of the champion's rule that no equal model can pass: the interval is never so narrow."""
     rule, confidence = work.config.promote, work.config.evaluate.confidence
     if rule is None or not any(stage.kind == PromoteJob.kind for stage in work.stages):
         return
