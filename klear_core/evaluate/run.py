@@ -27,6 +27,7 @@ from klear_core.errors import DataError
 from klear_core.evaluate.counts import ProblemCounts, tally, write_clusters
 from klear_core.evaluate.sample import AnswerWorker, Benchmark, EngineAnswers, EvalSetup, plan_answers, plan_suite
 from klear_core.evaluate.score import (
+    fence_note,
     judge_record,
     ledger_step,
     make_report,
@@ -208,7 +209,10 @@ def report_scores(
     telemetry.log(metrics, step=0)
     counts["problems"] = sum(report.num_problems for report in reports)
     counts["answers"] = sum(step.num_in for step in ledger)
-    notes = [*warning_lines(reports), *(line for b in suite if (line := _line_of_earlier(cfg, b, workdir)))]
+    notes = [*warning_lines(reports)]
+    for benchmark, report in zip(suite, reports, strict=True):
+        own = (_line_of_earlier(cfg, benchmark, workdir), fence_note(report, benchmark.problems))
+        notes += filter(None, own)
     return StageSummary(counts=counts, ledger=tuple(ledger), seeds={"evaluate": seed}, notes=tuple(notes))
 
 

@@ -23,8 +23,9 @@ from klear_core.scores import (
     Score,
     StablePass,
     TemplateScore,
+    percent,
 )
-from klear_core.types import Difficulty
+from klear_core.types import Difficulty, Domain, Problem
 from klear_core.verify.client import code_workers, math_workers
 from klear_core.verify.math.answer_text import find_answer, normalise
 
@@ -182,6 +183,17 @@ def warning_lines(reports: Iterable[EvalReport]) -> tuple[str, ...]:
                 f"{', '.join(report.unscored_problems[:5])}"
             )
     return tuple(lines)
+
+
+def fence_note(report: EvalReport, problems: Iterable[Problem]) -> str:
+    """Return how many answers hold no fenced program where the prompt does not ask for one; empty if none was lost."""
+    is_code = any(problem.domain is Domain.CODE for problem in problems)
+    if not is_code or report.prompt != "plain" or not report.no_answer_frac:
+        return ""
+    return (
+        f"{report.benchmark}: {percent(report.no_answer_frac)} of the answers hold no fenced program, and the plain "
+        'prompt does not ask for one; prompt = "livecodebench" does'
+    )
 
 
 def read_math_vote(verify: VerifyConfig, response: str) -> str | None:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from evaluate_fakes import RIGHT, SILENT, UNJUDGED, WRONG, make_problem, make_sample
 
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import tally
-from klear_core.evaluate.score import ledger_step, make_report, metrics_of, powers_of_two, warning_lines
+from klear_core.evaluate.score import fence_note, ledger_step, make_report, metrics_of, powers_of_two, warning_lines
 from klear_core.evaluate.stats.intervals import estimates_of, new_problems_interval, rerun_interval
 from klear_core.scores import EvalReport
-from klear_core.types import Difficulty, EvalSample, Outcome, Problem, Verdict
+from klear_core.types import Difficulty, Domain, EvalSample, Outcome, Problem, Verdict
 
 PROBLEMS = [make_problem(0, Difficulty.EASY), make_problem(1), make_problem(2)]
 
@@ -43,6 +45,17 @@ def test_what_could_not_be_judged_is_in_no_mean_and_is_counted() -> None:
     assert warning_lines([report]) == (
         "toy: 1 of 3 problems have no sampled answer that could be judged and are missing from its scores: p002",
     )
+
+
+def test_programs_that_nobody_asked_to_fence_are_noted_and_math_is_not() -> None:
+    report = report_of(samples_of((RIGHT, SILENT), (RIGHT, WRONG), (WRONG, WRONG)))
+    programs = [replace(problem, domain=Domain.CODE) for problem in PROBLEMS]
+    assert fence_note(report, programs) == (
+        "toy: 16.7\N{NO-BREAK SPACE}% of the answers hold no fenced program, and the plain prompt does not ask for one; "
+        'prompt = "livecodebench" does'
+    )
+    assert fence_note(report, PROBLEMS) == ""
+    assert fence_note(report.model_copy(update={"prompt": "livecodebench"}), programs) == ""
 
 
 def test_pass_at_k_leaves_out_problems_with_fewer_than_k_scored_samples() -> None:

@@ -104,7 +104,7 @@ def _input_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _margin_problems(work: PendingWork) -> Iterator[str]:
-    """Yield the margins of the champion's rule that no model can pass, because the interval is never so narrow."""
+    """Yield the margins of the champion's rule that no equal model can pass: the interval is never so narrow."""
     rule, confidence = work.config.promote, work.config.evaluate.confidence
     if rule is None or not any(stage.kind == PromoteJob.kind for stage in work.stages):
         return
@@ -113,8 +113,8 @@ def _margin_problems(work: PendingWork) -> Iterator[str]:
         least = 100 * least_half_width(num, confidence=confidence) if num else 0.0
         if margin <= least:
             yield (
-                f"promote.margins.{benchmark.name} = {margin:g} can be passed by no model: with {num} problems the "
-                f"interval never excludes a loss of {least:.1f} points; set a larger one, or leave out promote"
+                f"promote.margins.{benchmark.name} = {margin:g} is passed by no model of equal score: with {num} "
+                f"problems the interval reaches {least:.1f} points below it; set a larger one, or leave out promote"
             )
 
 

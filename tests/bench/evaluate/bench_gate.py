@@ -47,6 +47,15 @@ SUITES: Mapping[str, Sequence[GateBenchmark]] = {
     "MATH-500 + LCB v5": (_MATH, _LCB_V5),
     "MATH-500": (_MATH,),
 }
+FRESH_SUITES: Mapping[str, Sequence[GateBenchmark]] = {
+    "GPQA-Diamond": (GateBenchmark(num_problems=198, num_samples=8, margin=4.5),),
+    "AMC23 + BRUMO25": (
+        GateBenchmark(num_problems=40, num_samples=32, margin=8),
+        GateBenchmark(num_problems=30, num_samples=32, margin=8),
+    ),
+    "BeyondAIME + LCB v6": (GateBenchmark(num_problems=100, num_samples=8, margin=6), _LCB_V6),
+}
+"""Suites on which nothing was tuned."""
 POWERFUL = ("LCB v6", "paper's five", "MATH-500 + LCB v5", "MATH-500")
 """Suites on which a gain of GATE_GAIN logits is promoted nearly always; 30 problems of AIME are too few."""
 
@@ -156,7 +165,7 @@ def measure() -> list[dict[str, object]]:
     """Return the shares of replications, and for the parts that are promised their target."""
     measures: list[dict[str, object]] = []
     for kind in ("rare", "equal", "gain"):
-        for name, suite in SUITES.items():
+        for name, suite in (SUITES | FRESH_SUITES).items():
             draw = np.random.default_rng(seed_for(0, "bench/gate", kind, name))
             shares = np.mean([decided(draw, kind, suite) for _ in range(NUM_RUNS)], axis=0)
             print(f"{kind}, {name}: {shares}", file=sys.stderr)
@@ -171,7 +180,7 @@ def measure() -> list[dict[str, object]]:
         cell = f"equal, {num} problems, looks at {num_samples} samples: gain at any"
         measures.append(_measure(f"{cell}, error spent over looks", spent, most=0.035))
         measures.append(_measure(f"{cell}, whole error at each", whole))
-    for num, n, size, between, within, effect in CLUSTERED:
+    for num, n, size, between, within, effect in CLUSTERED + FRESH_CLUSTERED:
         found = clustered(num, n, size, between=between, within=within, effect=effect)
         for name, share in found.items():
             cell = f"{num} problems, n {n}, clusters of {size}, sd {between} between and {within} within: {name}"
@@ -191,6 +200,8 @@ CLUSTERED = [
     for size, spread in ((5, (0.7, 1.5, 0.4)), (max(3, num // 10), (1.5, 1.0, 0.8)))
 ]
 """Problems, samples, mean cluster size, and the spreads: moderate (ICC .18) and extreme (ICC .69)."""
+FRESH_CLUSTERED = [(num, n, 4, 1.0, 1.2, 0.5) for num, n in ((60, 16), (198, 8))]
+"""Cells on which nothing was tuned, between the two."""
 
 
 def _measure(name: str, value: float, *, least: float = 0.0, most: float = 1.0) -> dict[str, object]:
