@@ -140,11 +140,13 @@ def _program(name: str) -> str:
 
 
 def _write(submission: Submission, prepared: Prepared, *, with_token: bool) -> None:
-    submission.folder.parent.mkdir(parents=True, exist_ok=True)
     try:
+        submission.folder.parent.mkdir(parents=True, exist_ok=True)
         submission.folder.mkdir()
     except FileExistsError as e:
         raise ResourceError(f"another run was submitted as {submission.name} in this second; repeat it") from e
+    except OSError as e:
+        raise ConfigError(f"nothing was submitted: {submission.folder} cannot be made: {e.strerror}") from e
     for path, text in prepared.files.items():
         file = submission.folder / path
         file.parent.mkdir(exist_ok=True)
