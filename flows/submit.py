@@ -61,7 +61,7 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
         typer.echo(line)
     if missing:
         raise ConfigError(f"nothing was submitted: {len(missing)} problems, named above, would stop the run")
-    submission = _new(config, selection, now)
+    submission = _new(config, target, selection, now)
     prepared = _prepared(submission, target, selection)
     if is_dry_run:
         _show(submission, prepared)
@@ -77,11 +77,15 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
         typer.echo(f"  {line}")
 
 
-def _new(config: PipelineConfig, selection: StageSelection, now: datetime) -> Submission:
+def _new(config: PipelineConfig, target: Target, selection: StageSelection, now: datetime) -> Submission:
     name = name_of(config, now)
     options = {"--only": selection.only, "--from": selection.from_, "--until": selection.until}
     words = tuple(word for option, stage in options.items() if stage for word in (option, stage))
-    folder = workspace_root(config.workspace) / "submissions" / name
+    submit = config.workspace.submit
+    # Elsewhere the workspace is a folder of the nodes alone, such as the volume of a pod.
+    is_read_there = target == "slurm" or (target == "prefect" and submit.prefect.pool == "process")
+    root = workspace_root(config.workspace) if is_read_there else Path.cwd() / "runs"
+    folder = root / "submissions" / name
     return Submission(name=name, folder=folder, config=config, options=words)
 
 
@@ -136,11 +140,13 @@ def _program(name: str) -> str:
 
 
 def _write(submission: Submission, prepared: Prepared, *, with_token: bool) -> None:
-    submission.folder.parent.mkdir(parents=True, exist_ok=True)
     try:
+        submission.folder.parent.mkdir(parents=True, exist_ok=True)
         submission.folder.mkdir()
     except FileExistsError as e:
         raise ResourceError(f"another run was submitted as {submission.name} in this second; repeat it") from e
+    except OSError as e:
+        raise ConfigError(f"nothing was submitted: {submission.folder} cannot be made: {e.strerror}") from e
     for path, text in prepared.files.items():
         file = submission.folder / path
         file.parent.mkdir(exist_ok=True)

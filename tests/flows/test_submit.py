@@ -131,8 +131,18 @@ def test_a_run_whose_results_would_end_with_its_folder_is_refused(target, submit
 
 
 def test_commands_are_printed_as_a_shell_takes_them(tmp_path):
-    shown = submitted(tmp_path / "a b", "smoke", "--to", "ray", "--dry-run")
-    assert f"--working-dir '{tmp_path}/a b/submissions/" in shown
+    shown = submitted(tmp_path / "a b", "smoke", "--to", "slurm", "--dry-run")
+    assert f"sbatch --parsable '{tmp_path}/a b/submissions/" in shown
+
+
+def test_files_that_no_node_reads_are_written_here_whatever_the_nodes_call_their_workspace(tmp_path, monkeypatch):
+    stand_in(tmp_path / "bin", "ray", "true")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    profile = Path("configs/smoke").absolute()
+    monkeypatch.chdir(tmp_path)
+    submitted(Path("/nowhere/runs"), str(profile), "--to", "ray")
+    [folder] = (tmp_path / "runs" / "submissions").iterdir()
+    assert (folder / "run.sh").exists()
 
 
 def test_a_program_that_is_missing_is_named_and_nothing_is_written(tmp_path, monkeypatch):

@@ -45,7 +45,10 @@ def kube(submission: Submission, *, ray_version: str) -> Prepared:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
-    """Writes texts of several lines as such, so that a profile in a manifest can be read."""
+    """Writes texts of several lines as such, so that a profile in a manifest can be read, and nothing by reference."""
+
+    def ignore_aliases(self, _data: object) -> bool:
+        return True
 
 
 def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.Node:

@@ -63,7 +63,7 @@ class Submission:
 
     name: str
     folder: Path
-    """Its files; on Slurm all nodes see it under the same path."""
+    """Its files; on Slurm all nodes see it under the same path. Elsewhere it is a folder of this machine."""
     config: PipelineConfig
     options: tuple[str, ...] = ()
     """Options of `klear run`, such as `--until rl`."""

@@ -55,6 +55,11 @@ def test_a_rayjob_is_one_by_the_schema_of_kuberay(submit):
     check("RayJob", ray_job(**submit))
 
 
+def test_a_manifest_has_no_references():
+    text = kube(submission(nodes=2, kube={"volume": "runs"}), ray_version="2.60.0").files["run.yaml"]
+    assert "&id" not in text
+
+
 def test_the_schema_refuses_a_field_that_kuberay_does_not_have():
     with pytest.raises(ValidationError, match="'numNodes' was unexpected"):
         check("RayJob", ray_job() | {"numNodes": 4})
