@@ -268,7 +268,7 @@ class MlflowBackend:
             self._client.set_terminated(parent.info.run_id, status=record.status, end_time=record.ended_ms)
 
     def _watch_machine(self, run_id: str) -> None:
-        """Log use of CPUs, memory and GPUs of this machine while the run is open, if MLflow's own variable asks for it."""
+        """Log the use of this machine while the run is open, if MLflow's own variable asks for it."""
         from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 
         if MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get():
