@@ -114,7 +114,7 @@ def num_problems_of(stage: Stage, config: PipelineConfig) -> int | None:
 
 
 def num_opd_answers(stage: Stage, config: PipelineConfig) -> int | None:
-    """Return the most answers of the student that are scored; None if it is not known. `stage` is that of the answers."""
+    """Return the most answers of the student that are scored; None if it is not known. `stage` samples them."""
     assert config.opd is not None
     cfg = config.opd.rollouts
     problems = num_problems_of(stage, config)
