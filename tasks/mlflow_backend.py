@@ -197,6 +197,8 @@ class MlflowBackend:
             self._log_params(child, record.params)
             self._log_params(parent, {f"{prefix}{name}": value for name, value in record.params.items()})
             self._client.log_inputs(child.info.run_id, _dataset_inputs(record.inputs))
+            if record.status == "RUNNING":
+                self._watch_machine(child.info.run_id)
         return OpenRun(child.info.run_id, parent.info.run_id, parent_ended)
 
     def last_step(self, run_id: str, name: str) -> int | None:
@@ -264,6 +266,16 @@ class MlflowBackend:
         with translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
             parent, _ = self._parent(record, self._experiment())
             self._client.set_terminated(parent.info.run_id, status=record.status, end_time=record.ended_ms)
+
+    def _watch_machine(self, run_id: str) -> None:
+        """Log the use of this machine while the run is open, if MLflow's own variable asks for it."""
+        from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+
+        if MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get():
+            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+            # A thread of MLflow's that ends with the run, or with the first request that fails.
+            SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=self._client.tracking_uri).start()
 
     def _experiment(self) -> str:
         found = self._client.get_experiment_by_name(EXPERIMENT)

@@ -1,9 +1,12 @@
-"""Single answers in MLflow: rollouts with the parts of their reward, and what a gate found flipped."""
+"""Single answers in MLflow, and the use of the machine: rollouts with their reward, what a gate found flipped."""
 
 from __future__ import annotations
 
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
+
+import pytest
 
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.artifacts.records import write_shard
@@ -87,3 +90,19 @@ def test_mlflow_has_each_answer_once_however_often_it_is_told(tracked: Path, tmp
         "verdict": "scored", "score": 1.0, "reward": 0.75,
     }  # fmt: skip
     assert len(found[0].info.assessments) == 3
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_the_use_of_the_machine_is_logged_while_a_run_is_open_if_mlflows_variable_asks(
+    tracked: Path, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+) -> None:
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", str(is_wanted).lower())
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    backend = mlflow_backend(f"sqlite:///{tracked}/mlflow/mlflow.db", tracked)
+    run = backend.open(TrackedRun(server="s", run_id="r", run_name="n", stage="rl", kind="rl"))
+    watching = [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]
+    backend.end(run.run_id, "FINISHED", 1_790_000_000_000)
+    assert len(watching) == is_wanted
+    for thread in watching:
+        thread.join(300)
+        assert not thread.is_alive()
