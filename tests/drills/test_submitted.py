@@ -185,6 +185,7 @@ def test_a_ray_job_whose_driver_is_killed_runs_again_to_the_same_weights(slurm: 
         assert time.monotonic() < deadline, status()
         time.sleep(0.2)
     slurm.on("n1", "pkill", "-KILL", "-f", driver)
+    deadline = time.monotonic() + IN_TIME_S
     while "SUCCEEDED" not in (now := status()):
         assert time.monotonic() < deadline, now
         assert "FAILED" not in now, slurm.on("n1", "ray", "job", "logs", name, **token)
