@@ -179,7 +179,7 @@ def test_a_ray_job_whose_driver_is_killed_runs_again_to_the_same_weights(slurm: 
     driver = "klear run ./profile"
 
     def status() -> str:
-        return slurm.on("n1", "ray", "job", "status", name, is_checked=False, **token)
+        return slurm.on("n1", "ray", "job", "list", is_checked=False, **token)
 
     while max(steps_in(work(slurm.workspace, "rl")), default=0) <= CHECKPOINT_EVERY["rl"]:
         assert time.monotonic() < deadline, status()
