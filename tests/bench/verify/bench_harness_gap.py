@@ -98,7 +98,7 @@ def _math(file: str) -> Iterator[Answer]:
     for row in _lines(file):
         answer = row.get("answer")
         gold = answer if isinstance(answer, str) else str(row["gt"])  # AMC 23 has 27.0 for 27
-        gold = gold.lstrip("0") if gold.isdigit() else gold  # AIME 24 has 073; lm-eval's own data 73
+        gold = str(int(gold)) if gold.isdigit() else gold  # AIME 24 has 073; lm-eval's own data 73
         solution = str(row.get("solution") or "")
         if "\\boxed" not in solution:
             solution = rf"The answer is $\boxed{{{gold}}}$."
