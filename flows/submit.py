@@ -123,10 +123,7 @@ def _show(submission: Submission, prepared: Prepared) -> None:
 
 
 def _require_server() -> None:
-    """Raise ConfigError unless a Prefect server answers.
-
-    Without one, Prefect's commands would use a database that no worker sees.
-    """
+    """Raise ConfigError unless a Prefect server answers. Without one, Prefect's commands use their own database."""
     if not PREFECT_API_URL.value():
         raise ConfigError(
             "PREFECT_API_URL: not set; it names the server that takes the run, for example http://127.0.0.1:4200/api"

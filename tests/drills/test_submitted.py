@@ -179,12 +179,13 @@ def test_a_ray_job_whose_driver_is_killed_runs_again_to_the_same_weights(slurm: 
     driver = "klear run ./profile"
 
     def status() -> str:
-        return slurm.on("n1", "ray", "job", "status", name, is_checked=False, **token)
+        return slurm.on("n1", "ray", "job", "list", is_checked=False, **token)
 
     while max(steps_in(work(slurm.workspace, "rl")), default=0) <= CHECKPOINT_EVERY["rl"]:
         assert time.monotonic() < deadline, status()
         time.sleep(0.2)
     slurm.on("n1", "pkill", "-KILL", "-f", driver)
+    deadline = time.monotonic() + IN_TIME_S
     while "SUCCEEDED" not in (now := status()):
         assert time.monotonic() < deadline, now
         assert "FAILED" not in now, slurm.on("n1", "ray", "job", "logs", name, **token)

@@ -17,7 +17,7 @@ def cell(row: Mapping[str, Any] | None) -> str:
         return "-"
     if row["error"]:
         return f"fails: `{row['error'].partition(':')[0]}`"
-    went_on = "" if row["first_step"] is None else f", from step {row['first_step']}"
+    went_on = "" if row["first_step"] is None else f" ({row['first_step']})"
     if row["weights_gap"] == row["moments_gap"] == 0:
         return f"same{went_on}"
     return f"differs by {row['weights_gap']:.1g}{went_on}"

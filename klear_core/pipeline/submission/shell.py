@@ -61,7 +61,7 @@ def _options(submission: Submission, workdir: Path) -> list[str]:
 
 
 def _quoted(value: str | int) -> str:
-    """Return the value of an option as sbatch reads it in a script: backslashes escape in quotes of both kinds."""
+    """Return the value of an option as sbatch reads it in a script: a backslash escapes in quotes of both kinds."""
     text = str(value)
     if "\n" in text:
         raise ConfigError(f"an option of sbatch has one line: {text!r}")

@@ -193,7 +193,7 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         ("^", r"\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{\s*o\s*\}|o(?![a-zA-Z]))\s*\}?", r"^\\circ "),
         (r"\deg", r"\\deg(?:ree)?" + _END, r"^\\circ "),
         (r"\circ", r"\\(?:text|mathrm)\s*\{\s*\^\{?\s*\\circ\s*\}?\s*([CF]?)\s*\}", r"^\\circ \1"),
-        ("'", r"^(-?\d+)\s*(?:'|\^\{?\\prime\}?)\s*$", r"\1\\text{ arcminutes}"),
+        ("' prime", r"^(-?\d+)\s*(?:'|\^\{?\\prime\}?)\s*$", r"\1\\text{ arcminutes}"),
         # Other units
         (r"\Omega", rf"(?<=\d)(?:\\[,;:! ]|\s|~)*{_OHM}\s*$", r"\\text{ \1Ω}"),
         ("o'clock", r"\s*(?:\\text\s*\{\s*o'clock\s*\}|o'clock)", ""),

@@ -3,6 +3,7 @@
 pytest itself is not in the jail. This has the part of it that tests of single functions use.
 """
 
+import collections
 import contextlib
 import inspect
 import io
@@ -104,6 +105,11 @@ class Fixture:
         self.function, self.params, self.autouse = function, list(params or ()), autouse
         self.is_shared = scope != "function"
 
+    def of(self, instance):
+        """Return the fixture that a method is for an object of its class."""
+        function = types.MethodType(self.function, instance)
+        return Fixture(function, self.params, self.autouse, "class" if self.is_shared else "function")
+
 
 def fixture(function=None, *, params=(), autouse=False, scope="function", **__):
     if callable(function):
@@ -157,7 +163,7 @@ class Capture:
         for stream in (self.out, self.err):
             stream.seek(0)
             stream.truncate()
-        return types.SimpleNamespace(out=texts[0], err=texts[1])
+        return collections.namedtuple("CaptureResult", "out err")(*texts)
 
 
 class MonkeyPatch:
@@ -222,10 +228,14 @@ def _run_forms(names, called, shared):
         ):
             _run_cases(value)
         elif name.startswith("Test") and isinstance(value, type) and value.__module__ == "tests":
+            getattr(value, "setup_class", lambda: None)()
             for method in [m for m in vars(value) if m.startswith("test")]:
                 instance = value()
+                own = {n: fixture.of(instance) for n, fixture in vars(value).items() if isinstance(fixture, Fixture)}
                 getattr(instance, "setup_method", lambda: None)()
-                run_function(getattr(instance, method), names, shared, getattr(value, "_klear_rows", []))
+                rows = getattr(value, "_klear_rows", [])
+                run_function(getattr(instance, method), dict(names, **own), shared, rows)
+                getattr(instance, "teardown_method", lambda: None)()
         elif name.startswith("test") and isinstance(value, types.FunctionType) and name not in called:
             run_function(value, names, shared)
 

@@ -152,8 +152,8 @@ class Tester:
     def _use(self, target, name, args, kwargs):
         if name == "__call__":
             return target(*args, **kwargs)
-        if name == "__await__":
-            return self.turns.without_lock(_finished, target)
+        if name in ("__await__", "__anext__"):
+            return self.turns.without_lock(_finished, target if name == "__await__" else target.__anext__())
         if name in ("__getattribute__", "__setattr__"):
             if args[0].startswith("_") and (name == "__setattr__" or args[0] not in NAMES_OF_FUNCTIONS):
                 raise AttributeError(args[0])
@@ -178,13 +178,17 @@ class Tester:
         return self.patched[name] or self.apply("peek", name)
 
 
-def _finished(coroutine):
-    """Run a coroutine of the tests to its end, in a thread of its own: a loop of theirs may run in this one."""
+def _finished(awaitable):
+    """Await something of the tests in a thread of its own: a loop of theirs may run in this one."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
+    async def result():
+        return await awaitable
+
+    # `asyncio.run` would end the asynchronous generators of the tests.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
+        return pool.submit(lambda: asyncio.new_event_loop().run_until_complete(result())).result()
 
 
 class Names(dict):

@@ -103,6 +103,26 @@ for _name in (*REMOTE_METHODS, "__enter__", "__exit__"):
     setattr(Remote, _name, _remote_method(_name))
 
 
+class IteratorOfTests:
+    """An iterator or generator of the tests, which runs as far as it is asked."""
+
+    def __init__(self, side, number):
+        self._klear_side, self._klear_path = side, [number]
+
+    _klear_path = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self._klear_side.ask_tests(self._klear_path[0], "__next__", (), {})
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args: self._klear_side.ask_tests(self._klear_path[0], name, args, {})
+
+
 class RemoteInput(io.TextIOBase):
     """The standard input that the tests have put in place of theirs."""
 
@@ -162,14 +182,22 @@ class ProgramSide:
     def object_from(self, tag, rest):
         if tag == "p":
             return self.wire.kept[rest[0][0]]
-        if tag == "a":
-            return self._coroutine(rest[0])
+        if tag in ("a", "G"):
+            return (self._coroutine if tag == "a" else self._items)(rest[0])
         if tag == "g":
-            return iter(lambda: self.ask_tests(rest[0], "__next__", (), {}), self)
+            return IteratorOfTests(self, rest[0])
         return Remote(self, rest[0])
 
     async def _coroutine(self, number):
         return self.ask_tests(number, "__await__", (), {})
+
+    async def _items(self, number):
+        while True:
+            try:
+                item = self.ask_tests(number, "__anext__", (), {})
+            except StopAsyncIteration:
+                return
+            yield item
 
     def _defined(self, name):
         if name not in self.defined or name not in self.names:

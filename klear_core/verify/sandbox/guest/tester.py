@@ -246,6 +246,36 @@ class _TypeOf(ast.NodeTransformer):
         return node
 
 
+class _InClassBody(ast.NodeTransformer):
+    """Has the body of a class look its names up among the global ones, which asks the program; Python would not."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def visit_Name(self, node):
+        if node.id not in self.names or not isinstance(node.ctx, ast.Load):
+            return node
+        where = ast.Name(id="_klear_names", ctx=ast.Load())
+        return ast.Subscript(value=where, slice=ast.Constant(value=node.id), ctx=ast.Load())
+
+    def visit_FunctionDef(self, node):
+        node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
+        node.args.defaults = [self.visit(default) for default in node.args.defaults]
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_ClassDef(self, node):
+        node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
+        node.bases = [self.visit(base) for base in node.bases]
+        return node
+
+    def visit_Lambda(self, node):
+        return node
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_Lambda
+
+
 def _names_in(statement):
     return [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
 
@@ -286,8 +316,10 @@ def _prepared(source, tester, stand_in):
             and ast.unparse(node.cls) in under_test
         ):
             raise CannotSendError("the tests match a pattern against a class of the program")
+        if isinstance(node, ast.ClassDef):
+            node.body = [_InClassBody(under_test).visit(statement) for statement in node.body]
     names = Names(tester, under_test)
-    names.update(provided, __builtins__=__builtins__)
+    names.update(provided, __builtins__=__builtins__, _klear_names=names)
     if stand_in is not None:
         names.update(dict.fromkeys(under_test, stand_in))
         names.update(
