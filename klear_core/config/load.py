@@ -70,8 +70,10 @@ def extended_by(folder: Path) -> tuple[str, ...]:
 
 def _own_settings(folder: Path) -> Tree:
     if not folder.is_dir():
-        here = ", ".join(map(str, _profiles_near(folder))) or "none"
-        raise ConfigError(f"{folder}: no such profile folder; profiles here: {here}")
+        parent = folder.parent if folder.parent.is_dir() else Path("configs")
+        names = profiles_in(parent) if parent.is_dir() else []
+        known = meant(folder.name, names, f"profiles in {parent}") if names else "there are none here"
+        raise ConfigError(f"{folder}: no such profile folder; {known}")
     files = _toml_files(folder)
     if not files:
         raise ConfigError(f"{folder}: no *.toml file in this folder, so it is not a profile")
@@ -236,13 +238,6 @@ def _may_be_profile(folder: Path) -> bool:
 
 def _is_grid(tables: Mapping[str, Any]) -> bool:
     return "variants" in tables
-
-
-def _profiles_near(folder: Path) -> list[Path]:
-    parent = folder.parent if folder.parent.is_dir() else Path("configs")
-    if not parent.is_dir():
-        return []
-    return [parent / name for name in profiles_in(parent)]
 
 
 # ---- toml ----

@@ -55,8 +55,9 @@ def test_a_missing_profile_is_an_error_that_lists_those_that_are_there(klear, mo
     monkeypatch.chdir(ROOT)
     ended = klear("run", "configs/smokey")
     assert ended.status == 2
-    assert "configs/smokey: no such profile folder" in ended.err
-    assert "configs/smoke" in ended.err
+    assert "configs/smokey: no such profile folder; did you mean smoke?" in ended.err
+    assert is_one_message(klear("run", "configs/zzzz").err)
+    assert "configs/zzzz: no such profile folder; profiles in configs: desk, " in klear("run", "configs/zzzz").err
     assert is_one_message(ended.err)
 
 
