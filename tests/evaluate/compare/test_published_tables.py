@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from klear_core.evaluate.compare.published import as_markdown, read_cells, table
 from klear_core.evaluate.stats.intervals import seed_spread
 
 ROOT = Path(__file__).parents[3]
-DATA = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
+MEASURED = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
+DATA = [file for file in MEASURED if "variant" in json.loads(file.read_text().partition("\n")[0])]
+"""Runs of grids; other measurements have tests of their own."""
 TABLES = ROOT / "docs" / "data" / "ablations.md"
 PUBLISHED = dict(re.findall(r"^## ([\w.]+)\n\n((?:\|.*\n)+)", TABLES.read_text(), re.MULTILINE))
 
