@@ -395,18 +395,17 @@ import os, signal, sys
 import psutil
 
 def descendants():
-    return {p.pid: p for p in psutil.Process(parent).children(recursive=True) if p.pid != os.getpid()}
+    try:
+        return {p.pid: p for p in psutil.Process(parent).children(recursive=True) if p.pid != os.getpid()}
+    except psutil.Error:  # the parent is gone
+        return {}
 
 parent, grace_s = int(sys.argv[1]), float(sys.argv[2])
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 family, is_over = {}, False
 while os.getppid() == parent and not is_over:
-    try:
-        seen = descendants()
-    except psutil.Error:
-        break
     # Processes stay in `family` once seen: if their own parent dies, they are no longer listed as descendants.
-    family = {pid: p for pid, p in family.items() if p.is_running()} | seen
+    family = {pid: p for pid, p in family.items() if p.is_running()} | descendants()
     is_over = signal.sigtimedwait([signal.SIGTERM], 1)
 if is_over:
     kept = descendants()

@@ -50,15 +50,15 @@ from klear_core.waits import TRACE_FILE, loop_watched, now, span, traced, waitin
 log = logging.getLogger(__name__)
 
 _CHECK_FROM_STEP = 20  # steps after which a run whose groups give no gradient is stopped
+_NUM_SHOWN = 20  # number of steps, spread over the run, whose first answers are saved for the report
 OpenTeacher = Callable[[], AbstractAsyncContextManager[Scorer | None]]
 """Starts a teacher that scores the answers of each step, or none."""
-_NUM_SHOWN = 20  # number of steps, spread over the run, whose first answers are saved for the report
 no_teacher: OpenTeacher = nullcontext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What a run may have beside learner, engines and a judge."""
+    """Optional parts of a run, beside learner, engines and judge."""
 
     custom_rewards: RewardValues = no_rewards
     inline_eval: InlineEval | None = None

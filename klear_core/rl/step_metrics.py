@@ -168,7 +168,7 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardParts:
-    """What a reward is made of, besides the judge's score."""
+    """Parts of a reward, besides the judge's score."""
 
     is_positive: bool | None = None
     """Whether the answer is right and well-formed; None in artifacts of earlier versions."""

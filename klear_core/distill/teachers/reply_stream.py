@@ -302,9 +302,8 @@ class ReplyReader:
         if not choices:
             self._keep_unread(event)
         for choice in choices:
-            if (
-                str(choice.get("index") or 0) == "0"
-            ):  # one is asked for; a server may send more, or call the only one null
+            # One is asked for; a server may send more, or call the only one null.
+            if str(choice.get("index") or 0) == "0":
                 self._read_choice(choice)
 
     def _read_choice(self, choice: dict[str, Any]) -> None:
