@@ -82,10 +82,12 @@ class RolloutConfig(Settings):
     max_rounds: int = Field(default=1, ge=1, le=100)
     """Maximum rounds of prompts to fill a step with informative groups; 1 never refills (scripts), more is DAPO's
     dynamic sampling. With mode `continuous` a step uses fewer groups after as many finished prompts."""
-    mode: Literal["rounds", "continuous"] = "rounds"
+    mode: Literal["rounds", "continuous", "delayed"] = "rounds"
     """`rounds`: all answers of a round are waited for (scripts). `continuous`: a set number of requests is always at
     the engines; each step trains on the oldest groups that are finished, within `max_staleness`, and no informative
-    group is thrown away. Which groups a step has then depends on timing."""
+    group is thrown away. Which groups a step has then depends on timing. `delayed`: rounds that are sampled exactly
+    `max_staleness` steps before they are trained on, to compare losses on stale samples; nothing is sampled while the
+    learner works, so an undisturbed run repeats bit for bit."""
     surplus: Literal["drop", "cancel"] = "drop"
     """Informative groups beyond `groups_per_step`, with mode `rounds`. `drop`: the first in prompt order are trained
     on, the others thrown away finished (scripts); `cancel`: once enough are finished the others are given up, which is
@@ -288,9 +290,9 @@ class RlConfig(Settings):
     overlong: OverlongConfig = OverlongConfig()
     group_filter: GroupFilterConfig = GroupFilterConfig()
     rollout: RolloutConfig = RolloutConfig()
-    max_staleness: int = Field(default=0, ge=0, le=16)
+    max_staleness: int = Field(default=0, ge=0, le=64)
     """Weight versions that a sample may lag behind the learner: 0 is synchronous, 1 is one step off-policy, more is
-    asynchronous."""
+    asynchronous. With `rollout.mode = "delayed"` every sample lags by as many, in the first steps by fewer."""
     dtype: Precision = "bfloat16"
     """Data type of forward and backward pass and of the saved model; weights that train and the optimizer are always
     float32. `auto` chooses by the processor, for a CPU. Scripts: bfloat16."""
@@ -308,13 +310,18 @@ class RlConfig(Settings):
         return None if cap == "off" else cap
 
     @property
+    def samples_while_learning(self) -> bool:
+        """Whether engines sample for later steps while the learner updates."""
+        return self.max_staleness > 0 and self.rollout.mode != "delayed"
+
+    @property
     def num_cpus(self) -> int:
         """Return the CPUs of learner and engines: one per thread that works at a time."""
         runtime = self.runtime
         learning = runtime.num_workers * runtime.num_threads
         sampling = runtime.num_rollout_actors * runtime.rollout_threads
         # Scores during training are sampled while the learner works.
-        is_in_turn = self.max_staleness == 0 and runtime.curve is None
+        is_in_turn = not self.samples_while_learning and runtime.curve is None
         return max(learning, sampling) if is_in_turn else learning + sampling
 
     @model_validator(mode="after")
@@ -359,7 +366,7 @@ class RlConfig(Settings):
 
     @model_validator(mode="after")
     def _engines_sleep_only_between_rollouts(self) -> RlConfig:
-        if self.rollout.sleeps_between_rollouts and self.max_staleness > 0:
+        if self.rollout.sleeps_between_rollouts and self.samples_while_learning:
             raise ValueError(
                 f"rollout.engine.runtime.sleep_mode with max_staleness = {self.max_staleness}: engines that sample "
                 "while the learner works cannot give it their memory; set one of them to 0 or false"

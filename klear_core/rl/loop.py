@@ -170,7 +170,8 @@ async def run_steps(
     evals: InlineEvals,
     teacher: Scorer | None = None,
 ) -> None:
-    """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates."""
+    """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates, except
+    in mode `delayed`."""
     progress, sleeper = step_log.progress, _sleeper(engine, cfg.rollout)
     # After a restore the learner has the checkpoint's weights; the engines still have those from before.
     await sync_weights(learner, engine, sleeper, version=progress.step)
@@ -355,9 +356,14 @@ def stream_of(
 def rollouts_of(
     cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress: RlState
 ) -> Lookahead | ContinuousRollouts:
-    """Return the groups of all remaining steps, in rounds or continuously."""
+    """Return the groups of all remaining steps, in rounds, delayed or continuously."""
     if cfg.rollout.mode == "continuous":
         return ContinuousRollouts(sampler, stream, cfg, step=progress.step, again=progress.unfinished)
     collector = Collector(sampler, stream, cfg)
     # Version v permits the batch of step v + depth. So no answer is more than `max_staleness` versions old.
-    return Lookahead(collector.collect, depth=cfg.max_staleness, num_batches=cfg.num_steps - progress.step)
+    return Lookahead(
+        collector.collect,
+        depth=cfg.max_staleness,
+        num_batches=cfg.num_steps - progress.step,
+        is_in_turn=cfg.rollout.mode == "delayed",
+    )

@@ -333,11 +333,20 @@ def _has_result(task: asyncio.Task[Rollout]) -> bool:
 class Lookahead:
     """Collect batches one after the other in the background, at most `depth` ahead of the batch in use.
 
-    Each call of `allow_another` permits one more; entering the context permits `depth + 1`.
+    Each call of `allow_another` permits one more; entering the context permits `depth + 1`. With `is_in_turn` a batch is
+    given only when all permitted ones are complete, so that the policy of exactly `depth` versions before sampled it.
     """
 
-    def __init__(self, collect: Callable[[], Awaitable[StepRollouts]], *, depth: int, num_batches: int) -> None:
+    def __init__(
+        self,
+        collect: Callable[[], Awaitable[StepRollouts]],
+        *,
+        depth: int,
+        num_batches: int,
+        is_in_turn: bool = False,
+    ) -> None:
         self._collect = collect
+        self._is_in_turn = is_in_turn
         self._num_left = num_batches
         self._tasks: deque[asyncio.Task[StepRollouts]] = deque()
         self._depth = depth
@@ -365,6 +374,8 @@ class Lookahead:
 
     async def next(self) -> StepRollouts:
         """Return the oldest batch not yet taken, waiting until it is complete."""
+        if self._is_in_turn:
+            await asyncio.wait(self._tasks)
         return await self._tasks.popleft()
 
     async def _after(self, previous: asyncio.Task[StepRollouts] | None) -> StepRollouts:

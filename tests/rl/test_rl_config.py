@@ -65,6 +65,7 @@ def test_a_length_penalty_needs_room_for_answers_without_it() -> None:
     [
         ({}, 2),  # sampler and learner work in turn
         ({"max_staleness": 1}, 4),
+        ({"max_staleness": 1, "old_logps": "sampler", "rollout": {"mode": "delayed"}}, 2),  # samples in turn, too
         ({"curve": {"benchmark": "heldout"}}, 4),  # sampled while the learner works
     ],
 )

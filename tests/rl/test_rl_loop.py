@@ -103,6 +103,27 @@ def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(
     assert same_weights(tmp_path / "whole", tmp_path / "killed")
 
 
+def delayed(**changes: object) -> RlConfig:
+    """Four steps on samples that are two versions old, from the third step on."""
+    sampling = SamplingConfig(max_new_tokens=8)
+    rollout = RolloutConfig(groups_per_step=4, samples_per_group=4, mode="delayed", sampling=sampling)
+    return rl_config(**{"num_steps": 4, "max_staleness": 2, "rollout": rollout} | changes)
+
+
+def test_delayed_steps_train_on_samples_of_exactly_as_many_versions_before(base: Path, tmp_path: Path) -> None:
+    progress, telemetry = run(delayed(), base, tmp_path / "once")
+    assert telemetry.column("rl/staleness/mean") == telemetry.column("rl/staleness/max") == [0, 1, 2, 2]
+    assert progress.position == 4 * 4  # every prompt was asked once
+    run(delayed(), base, tmp_path / "again")
+    assert same_weights(tmp_path / "once", tmp_path / "again")
+
+
+def test_a_delay_of_none_is_the_same_run_as_rounds(base: Path, tmp_path: Path) -> None:
+    run(delayed(max_staleness=0), base, tmp_path / "delayed")
+    run(rl_config(num_steps=4), base, tmp_path / "rounds")
+    assert same_weights(tmp_path / "delayed", tmp_path / "rounds")
+
+
 def test_a_curriculum_that_samples_ahead_resumes_with_the_memory_of_its_checkpoint(base: Path, tmp_path: Path) -> None:
     """Of four prompts a step, each is drawn from one pool, and each step's groups are remembered once."""
     cfg = rl_config(num_steps=5, max_staleness=1, curriculum={"half_life_steps": 1e9})
