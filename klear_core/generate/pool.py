@@ -364,9 +364,11 @@ def share_by_pace(slots: Sequence[Slot]) -> None:
         return
     usual = statistics.median(slot.pace.seconds_per_token for slot in known)
     for slot in known:
-        before = slot.share
         slot.share = min(1.0, (_SLOWER * usual / max(1e-9, slot.pace.seconds_per_token)) ** 3)
-        if slot.share < _TOLD_BELOW <= before:
+        if slot.share == 1.0:
+            slot.is_named_slow = False
+        elif slot.share < _TOLD_BELOW and not slot.is_named_slow:  # once: its share goes up and down meanwhile
+            slot.is_named_slow = True
             log.warning(
                 "%s is slow: %.1f times as long a token as the median of %d engines; it gets fewer requests until it "
                 "is not. Look at the clocks, temperature and other processes of its node",
@@ -405,6 +407,7 @@ class Slot:
     """Time of the monotonic clock at which it got its first request after none."""
     share: float = 1.0
     """Part of its limit that the engine is sent, below 1 if it is slower than the others."""
+    is_named_slow: bool = False
 
     @property
     def is_away(self) -> bool:

@@ -181,10 +181,12 @@ class StallWatch:
 
     def check(self) -> None:
         """Raise TrainingError if there was no progress for the stall timeout; before that, name what is pending."""
-        self._silence.check(now() - self._seen_at, self._sampler.pending)
+        # First: answers may have come since the last check, which is made only where a wait for them has timed out.
         if self._seen != self._sampler.num_finished_requests:
             self._seen, self._seen_at = self._sampler.num_finished_requests, now()
-        elif now() - self._seen_at >= self._sampler.stall_timeout_s:
+        silent_s = now() - self._seen_at
+        self._silence.check(silent_s, self._sampler.pending)
+        if silent_s >= self._sampler.stall_timeout_s:
             raise self._sampler.stalled(self._sampler.stall_timeout_s)
 
 
