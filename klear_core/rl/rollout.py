@@ -335,8 +335,9 @@ def _has_result(task: asyncio.Task[Rollout]) -> bool:
 class Lookahead:
     """Collect batches one after the other in the background, at most `depth` ahead of the batch in use.
 
-    Each call of `allow_another` permits one more; entering the context permits `depth + 1`. With `is_in_turn` a batch is
-    given only when all permitted ones are complete, so that the policy of exactly `depth` versions before sampled it.
+    Each call of `allow_another` permits one more; entering the context permits `depth + 1`. With `is_in_turn` a batch
+    is given only when all permitted ones are complete, so that the policy of exactly `depth` versions before sampled
+    it.
     """
 
     def __init__(
