@@ -54,6 +54,8 @@ class EnginePool:
         self._max_suspects: int | None = None
         """Suspects that one engine may have at a time; halved with each further death until one is alone."""
         self._failure: BaseException | None = None
+        self._shares_until = 0.0
+        """Time at which slow engines are looked for again."""
 
         self.cache_tokens = None
 
@@ -205,7 +207,9 @@ class EnginePool:
             if not slot.running:
                 span(slot.engine.name, "sample", slot.busy_since, time.monotonic())
             slot.pace.add(now() - sent_at, max((len(c.token_ids) for c in completions), default=0))
-            share_by_pace(self._slots)
+            if now() >= self._shares_until:  # not with each answer: hundreds of engines give a hundred a second
+                share_by_pace(self._slots)
+                self._shares_until = now() + _SHARES_S
             if not request.answer.done():
                 request.answer.set_result(completions)
         slot.num_in_vain = 0  # even a refusal shows that the engine works
@@ -349,6 +353,7 @@ class PooledEngine(InferenceEngine, Protocol):
         ...
 
 
+_SHARES_S = 1.0  # between two looks for slow engines
 _TOLD_BELOW = 0.5  # share of its requests below which an engine is named
 _SLOWER = 1.2  # times the seconds a token of the median engine, from which on an engine counts as slower
 
