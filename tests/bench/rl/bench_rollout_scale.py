@@ -106,7 +106,7 @@ def setups() -> Iterator[Setup]:
         (16, 4, 128, ((1, 3), (1, 3), (2, 3), (6, 12))),
         (32, 8, 128, ((1, 3), (1, 3), (2, 3), (6, 12))),
         (256, 64, 1024, ((0, 1), (0, 1), (2, 2), (4, 4))),
-        (1024, 256, 4096, ((0, 1), (0, 1), (1, 1), (4, 2))),
+        (1024, 256, 4096, ((0, 1), (0, 1), (1, 1), (2, 2))),
     ):
         for mode, (num_before, num_measured) in zip(MODES, steps, strict=True):
             yield Setup(mode, num_gpus, num_workers, num_groups, num_before + num_measured, num_before)
