@@ -210,6 +210,10 @@ def _rl(config: PipelineConfig, stage: Stage, cfg: RlConfig, size: ModelSize | N
     rollouts = cfg.num_steps * cfg.rollout.max_rounds * prompts_a_round * cfg.rollout.samples_per_group
     tokens = rollouts * cfg.rollout.sampling.max_new_tokens
     note = f"at most {rollouts} rollouts in {cfg.num_steps} steps"
+    if cfg.distill is not None and config.rl_teacher is not None:
+        scored = cfg.num_steps * cfg.rollout.groups_per_step * cfg.rollout.samples_per_group
+        where = "which is served" if config.rl_teacher.runtime.endpoints else "on the driver's CPU"
+        note += f"; at most {scored} scored by the teacher, {where}"
     return _training(config, stage, cfg, size, tokens=tokens, note=note)
 
 
