@@ -180,7 +180,9 @@ def _opd_scores(stage: Stage, job: OpdScoresJob, config: PipelineConfig) -> Stag
         if size is not None:
             reached = config.hardware.peak_tflops * 1e12 * _PRODUCTS_REACH
             hours = _flops(size, tokens, longest, operations=_FORWARD_FLOPS) / reached / 3600
-    note = f"{answers or 'unknown number of'} answers scored by the teacher" + ("" if use else ", which is served")
+    limit = "at most " if job.domain and answers else ""
+    by_whom = "the teacher" if use else "the teacher, which is served"
+    note = f"{limit}{answers or 'unknown number of'} answers scored by {by_whom}"
     return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, gpu_hours=hours, note=note)
 
 

@@ -75,7 +75,7 @@ def token_problems(work: PendingWork) -> Iterator[str]:
 def _teachers(work: PendingWork) -> Iterator[tuple[str, GivenTeacher | TrainedTeacher]]:
     """Yield the teachers of pending stages, each with the key of its model."""
     for stage, job in work.pending(OpdScoresJob):
-        yield f"{stage.section}.teacher.source.model", job.runtime.source
+        yield f"{stage.section}.{job.teacher}.source.model", job.runtime.source
     config = work.config
     if config.rl_teacher and any(job.teacher for _, job in work.pending(RlJob)):
         yield "rl_teacher.source.model", config.rl_teacher.source
