@@ -65,6 +65,8 @@ def token_problems(work: PendingWork) -> Iterator[str]:
         except ConfigError as e:
             yield f"{key}: {e}"
             continue
+        except ResourceError:
+            continue  # the Hub cannot be reached, which `model_problems` says
         # What cannot be compared here is compared before the teacher is loaded.
         if student_ids is not None and teacher_ids is not None:
             note = different_tokens(student_ids, teacher_ids)
