@@ -32,6 +32,7 @@ def test_the_profiles_are_these() -> None:
         "smoke",
         "smol",
         "smol_ci",
+        "smol_opd",
     ]
 
 
