@@ -164,6 +164,28 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_is_queued_again_to_t
     assert_same(slurm.workspace, straight, "rl", attempts=2)
 
 
+def test_a_run_whose_gpus_are_idle_is_ended_by_idle_kill_and_not_queued_again(slurm: Slurm):
+    """Slurm's nodes have a GPU each by their count alone, and a stand-in for nvidia-smi says how busy it is."""
+    bin_ = slurm.folder / "bin"
+    bin_.mkdir()
+    (bin_ / "nvidia-smi").write_text(f"#!/bin/sh\ncat {slurm.folder}/busy\n")
+    (bin_ / "nvidia-smi").chmod(0o755)
+    (slurm.folder / "busy").write_text("97\n")
+    limit = ("--idle-kill", "10%/1m", "--retry", "error,interruption", "--queue", "first")
+    path = f"{bin_}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    slurm.submit(*limit, "--set", "workspace.submit.gpus_per_node=1", PATH=path)
+    slurm.until_it_trains("sft")
+    assert "Partition=first" in (job := slurm("scontrol", "show", "job", "1"))
+    assert re.search("gres.gpu=1|gpu:1", job)
+    (slurm.folder / "busy").write_text("3\n")
+    slurm.until(lambda: "its GPUs computed less than 10% in 1m: idle_kill" in slurm.log)
+    while "RUNNING" in (job := slurm("scontrol", "show", "job", "1")) or "COMPLETING" in job:
+        time.sleep(0.5)
+    assert "queued again" not in slurm.log
+    assert "Restarts=0" in job
+    assert "ExitCode=3:0" in job
+
+
 @pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="needs klear[cluster]: Ray takes jobs by its dashboard")
 def test_a_ray_job_whose_driver_is_killed_runs_again_to_the_same_weights(slurm: Slurm, straight: Path):
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "only-here", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:8265"}
