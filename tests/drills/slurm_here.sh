@@ -40,7 +40,7 @@ $(for i in $(seq $nodes); do echo "NodeName=n$i NodeAddr=10.77.0.$i CPUs=4 Gres=
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=first Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 END
-echo "Name=gpu Count=1" >/etc/slurm/gres.conf   # counted alone: there is no device
+echo "Name=gpu File=/dev/null" >/etc/slurm/gres.conf   # it only has to exist
 echo "127.0.0.1 localhost" >"$folder/hosts"; echo "10.77.0.254 $host" >>"$folder/hosts"
 for i in $(seq $nodes); do echo "10.77.0.$i n$i" >>"$folder/hosts"; done
 mount --bind "$folder/hosts" /etc/hosts

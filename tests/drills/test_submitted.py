@@ -165,7 +165,7 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_is_queued_again_to_t
 
 
 def test_a_run_whose_gpus_are_idle_is_ended_by_idle_kill_and_not_queued_again(slurm: Slurm):
-    """Slurm's nodes have a GPU each by their count alone, and a stand-in for nvidia-smi says how busy it is."""
+    """Slurm's nodes have a GPU each by its settings alone, and a stand-in for nvidia-smi says how busy it is."""
     bin_ = slurm.folder / "bin"
     bin_.mkdir()
     (bin_ / "nvidia-smi").write_text(f"#!/bin/sh\ncat {slurm.folder}/busy\n")
