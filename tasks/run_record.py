@@ -193,7 +193,8 @@ class RunRecorder(Console):
         if not self._limit_reached:
             self._limit_reached = why
             log.error("this run ends: %s", why)
-            os.kill(os.getpid(), signal.SIGTERM)
+            # To the main thread: a signal that another thread receives does not end a call that the main one blocks in.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     @contextmanager
     def _logged(self, config: PipelineConfig) -> Iterator[None]:

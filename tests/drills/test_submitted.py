@@ -63,7 +63,7 @@ class Slurm:
         settings = (*SMALL, f"workspace.root={self.workspace}", "workspace.submit.cpus_per_node=4")
         words = [word for setting in settings for word in ("--set", setting)]
         command = [sys.executable, "-c", "from flows.cli import main; main()", "submit", "configs/smoke", "--to", to]
-        return self.on("n1", *command, "--until", "rl", *args, *words, **environment)
+        return self.on("n1", *command, "--until", "rl", *words, *args, **environment)
 
     def states(self) -> str:
         """The states of the jobs that Slurm knows."""
@@ -173,7 +173,8 @@ def test_a_run_whose_gpus_are_idle_is_ended_by_idle_kill_and_not_queued_again(sl
     (slurm.folder / "busy").write_text("97\n")
     limit = ("--idle-kill", "10%/1m", "--retry", "error,interruption", "--queue", "first")
     path = f"{bin_}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    slurm.submit(*limit, "--set", "workspace.submit.gpus_per_node=1", PATH=path)
+    long = ("--set", "workspace.submit.gpus_per_node=1", "--set", "rl.num_steps=1000")
+    slurm.submit(*limit, *long, PATH=path)
     slurm.until_it_trains("sft")
     assert "Partition=first" in (job := slurm("scontrol", "show", "job", "1"))
     assert re.search("gres.gpu=1|gpu:1", job)
