@@ -480,8 +480,17 @@ def workspace_root(workspace: WorkspaceConfig) -> Path:
     return Path(workspace.root).expanduser().absolute()
 
 
+def _require_folder(workspace: WorkspaceConfig) -> None:
+    """Raise ConfigError if a file is where the workspace is to be."""
+    root = workspace_root(workspace)
+    there = next(path for path in (root, *root.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"workspace.root = {workspace.root!r}: {there} is not a folder")
+
+
 def open_store(workspace: WorkspaceConfig, *, checked_by: CheckedBy | None = None) -> LocalStore:
     """Return the store of the workspace's artifacts; `checked_by` replaces `workspace.check_artifacts`."""
+    _require_folder(workspace)
     root, checked_by = workspace_root(workspace) / "artifacts", checked_by or workspace.check_artifacts
     if not workspace.store:
         return LocalStore(root, checked_by=checked_by)
