@@ -261,6 +261,7 @@ def test_prompts_of_rl_must_leave_room_for_an_answer(tmp_path: Path) -> None:
     assert found(63) == []
 
 
+@pytest.mark.usefixtures("no_hub")
 def test_the_64k_evaluation_of_klear_8b_fits_its_stretched_window(tmp_path: Path) -> None:
     assert length_problems(profile(tmp_path, of="klear_8b")) == []
     assert length_problems(profile(tmp_path, of="klear_8b_64k")) == []
