@@ -224,7 +224,7 @@ class PipelineConfig(Settings):
         if self.evaluate.sampling.temperature == 0 and several:
             raise ValueError(
                 f"evaluate.sampling.temperature = 0: all answers to a problem of {', '.join(several)} would be the "
-                "same one; set num_samples = 1, or rely on evaluate.greedy, which adds a greedy answer to the sampled ones"
+                "same one; set num_samples = 1, or sample, and have evaluate.greedy add a greedy answer"
             )
         return self
 
