@@ -130,7 +130,7 @@ def _show(submission: Submission, prepared: Prepared) -> None:
 
 
 def _require_times(target: KubeTarget) -> None:
-    """Raise ConfigError for times at which nothing would ever start: KubeRay says so in the state of the object alone."""
+    """Raise ConfigError for times at which nothing would start: KubeRay says so in the state of the object alone."""
     is_interval = target.schedule.startswith("@every ")  # Prefect does not know it
     try:
         CronSchedule(cron="@daily" if is_interval else target.schedule, timezone=target.time_zone)
@@ -159,7 +159,7 @@ def _require_receiver(target: Target, submit: SubmitConfig) -> None:
 
 
 def _require_pool(submit: SubmitConfig) -> None:
-    """Raise ConfigError unless Prefect's server has the work pool, of the type that the files are for, and the queue."""
+    """Raise ConfigError unless Prefect's server has the queue and the work pool, of the type that the files are for."""
     with get_client(sync_client=True) as client:
         pools = {pool.name: pool for pool in client.read_work_pools(limit=200)}
         pool = pools.get(submit.queue)

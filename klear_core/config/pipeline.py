@@ -223,8 +223,8 @@ class PipelineConfig(Settings):
         several = [b.name for b in self.benchmarks if b.num_samples > 1]
         if self.evaluate.sampling.temperature == 0 and several:
             raise ValueError(
-                f"evaluate.sampling.temperature = 0: all answers to a problem of {', '.join(several)} would be the same "
-                "one; set num_samples = 1, or rely on evaluate.greedy, which adds a greedy answer to the sampled ones"
+                f"evaluate.sampling.temperature = 0: all answers to a problem of {', '.join(several)} would be the "
+                "same one; set num_samples = 1, or sample, and have evaluate.greedy add a greedy answer"
             )
         return self
 

@@ -444,7 +444,7 @@ class StageJudges(Settings):
 
 
 def own_benchmark_settings(verify: VerifyConfig) -> dict[str, Any]:
-    """Return, of complete judge settings, those that evaluation does not take from `[verify]`: as `[judge.evaluate]`."""
+    """Return those of complete judge settings that evaluation does not take from `[verify]`, as `[judge.evaluate]`."""
     settings = verify.model_dump(mode="json")
     return {name: {key: settings[name][key] for key in of} for name, of in _BENCHMARK_DEFAULTS.items()}
 

@@ -30,8 +30,8 @@ Counts = Mapping[str, tuple[int, int]]
 """Right and scored answers by problem id."""
 
 _RIGHT = "right"
-"""The vote of all right answers, because `0.5` and `1/2` are one answer. Wrong ones are told apart by their text, so that
-forms of one wrong value split, and maj@n is a little higher than with a judge between all answers."""
+"""The vote of all right answers, because `0.5` and `1/2` are one answer. Wrong ones are told apart by their text, so
+that forms of one wrong value split, and maj@n is a little higher than with a judge between all answers."""
 
 
 class Shares(Settings):
