@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from klear_command import ROOT, Command, start
 from object_server import object_server
 from processes import title
-from small_runs import BEFORE_SFT, GONE_IN_S, Run, begin_with, made, until_it_trains, weights, work
+from small_runs import BEFORE_SFT, GONE_IN_S, Run, assert_same, begin_with, made, until_it_trains, weights, work
 
 from flows.runs import cancel
 from klear_core.artifacts.bucket import Bucket
@@ -128,6 +129,28 @@ def kill_of_ray(command: Command, server: str) -> None:
     victims = [p for p in children if Path((title(p).split() or [""])[0]).name == server]
     assert len(victims) == 1, [title(p)[:80] for p in children]
     victims[0].kill()
+
+
+# ---- the clock ----
+
+
+@pytest.mark.bench
+def test_a_clock_that_jumps_back_and_forth_changes_nothing(run: Run, tmp_path: Path, straight: Path):
+    """Needs libfaketime (Debian: libfaketime). Monotonic time goes on, as when somebody sets a machine's clock."""
+    library = next(iter(Path(os.environ.get("FAKETIME_ROOT", "/")).glob("usr/lib/*/faketime/libfaketimeMT.so.1")), None)
+    if library is None:
+        pytest.skip("needs libfaketime: apt-get install libfaketime")
+    workspace, clock = tmp_path / "ws", tmp_path / "clock"
+    clock.write_text("+0")
+    fake = {"FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    begin_with(straight, workspace, *BEFORE_SFT)
+    command = run("--until", "sft", LD_PRELOAD=str(library), **fake)
+    for offset in ("-7200", "+7200"):
+        until_it_trains(command, workspace, "sft")
+        clock.write_text(offset)
+    assert command.wait() == 0, command.output
+    assert command.left_over(within_s=GONE_IN_S) == []
+    assert_same(workspace, straight, "sft", attempts=1)
 
 
 # ---- the store ----
