@@ -154,7 +154,7 @@ def _require_receiver(target: Target, submit: SubmitConfig) -> None:
                 "PREFECT_API_URL: not set; it names the server that takes the run, for example"
                 " http://127.0.0.1:4200/api"
             )
-        check_prefect()
+        check_prefect(remedy="start that server")
         _require_pool(submit)
 
 
