@@ -232,7 +232,7 @@ def test_what_a_cluster_says_in_several_lines_is_one(tmp_path, monkeypatch):
     said = "sbatch: error: invalid partition specified: gpus\\nsbatch: error: Batch job submission failed"
     stand_in(tmp_path / "bin", "sbatch", f"printf '{said}\\n' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    with pytest.raises(ResourceError, match="specified: gpus; sbatch: error: Batch job submission failed$"):
+    with pytest.raises(ResourceError, match=r"specified: gpus; sbatch: error: Batch job submission failed$"):
         submitted(tmp_path / "runs", "smoke", "--to", "slurm")
 
 

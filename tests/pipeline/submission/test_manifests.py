@@ -81,7 +81,11 @@ def schema_of(name: str) -> dict[str, Any]:
 )
 def test_all_objects_of_a_submission_are_such_by_the_schemas_of_kubernetes_and_kuberay(submit):
     found = manifests(**submit)
-    assert found.keys() == {"ConfigMap", "NetworkPolicy", "RayCronJob" if "schedule" in submit.get("kube", {}) else "RayJob"}
+    assert found.keys() == {
+        "ConfigMap",
+        "NetworkPolicy",
+        "RayCronJob" if "schedule" in submit.get("kube", {}) else "RayJob",
+    }
     for manifest in found.values():
         check_object(manifest)
 
