@@ -4,6 +4,8 @@ import json
 import re
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -239,6 +241,8 @@ def test_what_a_cluster_says_in_several_lines_is_one(tmp_path, monkeypatch):
 class PrefectPools(BaseHTTPRequestHandler):
     """A Prefect server with one pool of Docker, `dock`, and its default queue."""
 
+    status = 200
+
     def do_GET(self) -> None:
         self.reply(True, status=404 if "csrf" in self.path else 200)
 
@@ -246,7 +250,7 @@ class PrefectPools(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         own = {"id": str(UUID(int=1)), "name": "default", "priority": 1, "work_pool_id": str(UUID(int=2))}
         pool = {"id": str(UUID(int=2)), "name": "dock", "type": "docker", "default_queue_id": own["id"]}
-        self.reply([own] if "queues" in self.path else [pool])
+        self.reply([own] if "queues" in self.path else [pool], status=self.status)
 
     def reply(self, value: object, status: int = 200) -> None:
         body = json.dumps(value).encode()
@@ -260,6 +264,18 @@ class PrefectPools(BaseHTTPRequestHandler):
         """Nothing."""
 
 
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The handler as the server of PREFECT_API_URL."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield
+        server.shutdown()
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -270,14 +286,15 @@ class PrefectPools(BaseHTTPRequestHandler):
 )
 def test_a_pool_that_prefect_has_not_is_refused_with_those_that_it_has(tmp_path, monkeypatch, settings, said):
     asked = [word for setting in settings for word in ("--set", f"workspace.submit.{setting}")]
-    with HTTPServer(("127.0.0.1", 0), PrefectPools) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/api"
-        monkeypatch.setenv("PREFECT_API_URL", url)
-        with temporary_settings({PREFECT_API_URL: url}), pytest.raises(ConfigError, match=re.escape(said)):
-            submitted(tmp_path / "runs", "smoke", "--to", "prefect", *asked)
-        server.shutdown()
+    with served(PrefectPools, monkeypatch), pytest.raises(ConfigError, match=re.escape(said)):
+        submitted(tmp_path / "runs", "smoke", "--to", "prefect", *asked)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_prefect_server_that_wants_a_password_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(PrefectPools, "status", 401)
+    with served(PrefectPools, monkeypatch), pytest.raises(ConfigError, match=r"with 401; set PREFECT_API_AUTH_STRING$"):
+        submitted(tmp_path / "runs", "smoke", "--to", "prefect", "--queue", "dock")
 
 
 def test_of_a_traceback_the_last_line_is_shown(tmp_path, monkeypatch):
