@@ -240,16 +240,18 @@ def opd_rollouts(job: OpdRolloutsJob, inputs: Inputs, *, workdir: Path, telemetr
 
 @stage
 def opd_scores(job: OpdScoresJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Score the answers of `rollouts`, which `student` gave, with the log-probs of `teacher`."""
+    """Score the answers of `rollouts`, which `student` gave to `problems`, with the log-probs of `teacher`."""
+    from klear_core.opd.rollouts import answers_of
     from klear_core.opd.teacher_scores import score_rollouts
 
     teacher, cfg = inputs["teacher"].path, job.runtime
-    with open_engines_and_judges(cfg.engine, cfg.runtime, teacher, section="opd.teacher") as compute:
+    answers = answers_of(inputs["rollouts"].path, inputs["problems"].path if job.domain else None, job.domain)
+    with open_engines_and_judges(cfg.engine, cfg.runtime, teacher, section=f"opd.{job.teacher}") as compute:
         return score_rollouts(
             cfg,
             student=inputs["student"].path,
             teacher=teacher,
-            rollouts=inputs["rollouts"].path,
+            answers=answers,
             temperature=job.sampling.temperature,
             workdir=workdir,
             telemetry=telemetry,
@@ -259,7 +261,7 @@ def opd_scores(job: OpdScoresJob, inputs: Inputs, *, workdir: Path, telemetry: T
 
 @stage
 def opd(job: OpdJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Train `model` on the scored answers of `scores`; several learner ranks, or one on a GPU, are Ray actors."""
+    """Train `model` on the scored answers of `scores` and `code_scores`; several learner ranks, or one on a GPU, are Ray actors."""
     from klear_core.rl.offline import train_offline
 
     model, cfg = inputs["model"].path, job.train.as_rl(job.rollouts)
@@ -268,7 +270,7 @@ def opd(job: OpdJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> 
             cfg,
             rows_per_step=job.train.rows_per_step,
             model=model,
-            rows=inputs["scores"].path,
+            rows=[inputs[name].path for name in ("scores", "code_scores") if name in inputs],
             seed=job.seed,
             workdir=workdir,
             telemetry=telemetry,

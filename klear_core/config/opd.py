@@ -20,7 +20,7 @@ from klear_core.config.evaluate import (
 from klear_core.config.losses import GppoConfig, GspoConfig, LossConfig, TrmConfig
 from klear_core.config.rl import DistillTermConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
 from klear_core.config.settings import Precision, Settings
-from klear_core.config.train import GivenModel, LoraConfig, SftConfig, TinyModelConfig, TrainRuntime
+from klear_core.config.train import GivenModel, LoraConfig, ModelConfig, SftConfig, TinyModelConfig, TrainRuntime
 
 
 class OpdRolloutsConfig(Settings):
@@ -45,10 +45,10 @@ class GivenTeacher(Settings):
 
 
 class TrainedTeacher(Settings):
-    """A model built and fine-tuned here, on the traces that the student learns from: for tests and demonstrations."""
+    """A model fine-tuned here, on the traces that the student learns from: larger, or trained for longer."""
 
     kind: Literal["trained"] = "trained"
-    model: TinyModelConfig = TinyModelConfig()
+    model: ModelConfig = TinyModelConfig()
     sft: SftConfig = SftConfig()
 
 
@@ -145,6 +145,8 @@ class OpdConfig(Settings):
 
     rollouts: OpdRolloutsConfig = OpdRolloutsConfig()
     teacher: OpdTeacherConfig = OpdTeacherConfig()
+    code_teacher: OpdTeacherConfig | None = None
+    """Another teacher for the answers to code problems; None: `teacher` scores these, too."""
     train: OpdTrainConfig = OpdTrainConfig()
     then_rl: bool = True
     """Go on with RL; false ends the pipeline with the distilled model."""
@@ -167,5 +169,16 @@ class OpdConfig(Settings):
 
     @model_validator(mode="after")
     def _teacher_scores_at_the_temperature(self) -> Self:
-        self.teacher.check_temperature(self.rollouts.sampling.temperature, "opd.rollouts.sampling.temperature")
+        for teacher in (self.teacher, self.code_teacher):
+            if teacher is not None:
+                teacher.check_temperature(self.rollouts.sampling.temperature, "opd.rollouts.sampling.temperature")
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_score_alike(self) -> Self:
+        if self.code_teacher is not None and self.code_teacher.top_k != self.teacher.top_k:
+            raise ValueError(
+                f"opd.code_teacher.top_k = {self.code_teacher.top_k} and opd.teacher.top_k = {self.teacher.top_k}: one "
+                "training learns from likeliest tokens or from sampled ones; set both to the same"
+            )
         return self

@@ -8,6 +8,7 @@ from klear_core.config.evaluate import LocalEngineConfig, SamplingConfig
 from klear_core.config.opd import GivenTeacher, OpdRolloutsConfig, OpdTeacherConfig, OpdTrainConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import EngineUse, Job
+from klear_core.types import Domain
 
 
 class OpdRolloutsJob(Job):
@@ -41,16 +42,27 @@ class OpdScoresJob(Job):
     """Sampling of the answers, whose temperature the log-probs are of."""
     top_k: int
     """Likeliest tokens to store in place of each token."""
+    domain: Domain | None = None
+    """The teacher scores only answers to problems of this domain; None: all."""
     runtime: OpdTeacherConfig
     """Where the teacher is and runs; the model itself is an input."""
 
+    as_before = {"domain": None}
+
     @classmethod
-    def of(cls, config: PipelineConfig) -> Self:
-        """Return the job with the settings of a pipeline config that determine the scores. `opd` must be set."""
+    def of(cls, config: PipelineConfig, domain: Domain | None = None) -> Self:
+        """Return the job with the settings of a pipeline config that determine the scores of a domain's answers.
+        `opd` must be set, for code its `code_teacher`, too."""
         assert config.opd is not None
-        teacher = config.opd.teacher
+        teacher = config.opd.code_teacher if domain is Domain.CODE else config.opd.teacher
+        assert teacher is not None
         sampling = config.opd.rollouts.sampling
-        return cls(engine=teacher.engine, sampling=sampling, top_k=teacher.top_k, runtime=teacher)
+        return cls(engine=teacher.engine, sampling=sampling, top_k=teacher.top_k, domain=domain, runtime=teacher)
+
+    @property
+    def teacher(self) -> str:
+        """Return the name of the teacher's settings in `opd`."""
+        return "code_teacher" if self.domain is Domain.CODE else "teacher"
 
     def engine_in(self, section: str) -> EngineUse | None:
         """Return the engine of the teacher; None if only endpoints score."""
@@ -58,7 +70,7 @@ class OpdScoresJob(Job):
             return None
         source = self.runtime.source
         model = source.model.as_model() if isinstance(source, GivenTeacher) else source.model
-        return EngineUse(key=f"{section}.teacher", engine=self.engine, sampling=self.sampling, model=model)
+        return EngineUse(key=f"{section}.{self.teacher}", engine=self.engine, sampling=self.sampling, model=model)
 
 
 class OpdJob(Job):

@@ -21,7 +21,7 @@ from klear_core.metrics import SILENT, Telemetry
 from klear_core.prompts import load_tokenizer, render_prompt
 from klear_core.seeding import seed_for
 from klear_core.train.base_model import model_folder
-from klear_core.types import Completion, Problem, TrainSample
+from klear_core.types import Completion, Domain, Problem, TrainSample
 
 ROLLOUTS = "rollouts"
 """Folder of the sampled answers in the artifact, and of their shards in the working folder."""
@@ -79,6 +79,22 @@ def sample_rollouts(
         num_cut += sample.num_loss_tokens == cfg.sampling.max_new_tokens
     counts = {"prompts": len(chosen.prompts), "answers": len(answers), "sampled_tokens": num_tokens, "cut": num_cut}
     return StageSummary(counts=counts, ledger=(chosen.ledger,), seeds={"opd_rollouts": seed})
+
+
+def answers_of(rollouts: Path, problems: Path | None = None, domain: Domain | None = None) -> list[TrainSample]:
+    """Return the answers of an artifact: all, or those to the artifact `problems`' problems of a domain.
+
+    Raise DataError if there are none.
+    """
+    answers = list(read_shards(rollouts / ROLLOUTS, TrainSample))
+    if problems is None:
+        return answers
+    known = read_shards(problems / "problems", Problem)
+    wanted = {problem.problem_id for problem in known if problem.domain == domain}
+    found = [answer for answer in answers if answer.problem_id in wanted]
+    if not found:
+        raise DataError(f"none of the {len(answers):,} answers is to a {domain} problem; leave opd.code_teacher out")
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from klear_core.generate.engine import InferenceEngine, score
 from klear_core.generate.factory import EngineSpec, Sampler, StartSampler, running, start_here
 from klear_core.generate.pool import expect
 from klear_core.metrics import SILENT, Telemetry
-from klear_core.opd.rollouts import ROLLOUTS
 from klear_core.prompts import check_same_tokens
 from klear_core.train.base_model import model_folder
 from klear_core.types import Scorer, TrainSample
@@ -35,20 +34,19 @@ def score_rollouts(
     *,
     student: Path,
     teacher: Path,
-    rollouts: Path,
+    answers: Sequence[TrainSample],
     temperature: float,
     workdir: Path,
     telemetry: Telemetry = SILENT,
     start_sampler: StartSampler = start_here,
 ) -> StageSummary:
-    """Write the answers of the artifact `rollouts` with the teacher's log-probs of their tokens to `workdir/scored`.
+    """Write answers of the student with the teacher's log-probs of their tokens to `workdir/scored`.
 
     Raise ConfigError if teacher and student have different tokens, DataError if the teacher scores one as NaN or an
     answer does not fit its window.
     """
     folder = model_folder(teacher)
     check_same_tokens(student=model_folder(student), teacher=folder)
-    answers = list(read_shards(rollouts / ROLLOUTS, TrainSample))
     shards = plan_shards(workdir / SCORED, answers, items_per_shard=cfg.runtime.answers_per_shard)
     spec = EngineSpec.of_model(
         cfg.engine,

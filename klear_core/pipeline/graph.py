@@ -61,6 +61,7 @@ from klear_core.config.train import (
 )
 from klear_core.errors import ArtifactError, ConfigError, meant
 from klear_core.train.base_model import pointed_folder
+from klear_core.types import Domain
 
 log = logging.getLogger(__name__)
 
@@ -212,11 +213,21 @@ def _opd_stages(config: PipelineConfig, problems: str) -> Iterator[Stage]:
     if config.opd is None:
         return
     yield from _teacher_stages(config, config.opd.teacher, "opd_teacher", section="opd.teacher")
+    if config.opd.code_teacher:
+        yield from _teacher_stages(config, config.opd.code_teacher, "opd_code_teacher", section="opd.code_teacher")
     rollouts = {"model": "sft", "problems": problems}
     yield _stage("opd_rollouts", OpdRolloutsJob.of(config), rollouts, section="opd")
     scores = {"rollouts": "opd_rollouts", "student": "sft", "teacher": "opd_teacher"}
-    yield _stage("opd_scores", OpdScoresJob.of(config), scores, section="opd")
-    yield _stage("opd", OpdJob.of(config), {"model": "sft", "scores": "opd_scores"}, label="OPD")
+    scored = {"scores": "opd_scores"}
+    if config.opd.code_teacher is None:
+        yield _stage("opd_scores", OpdScoresJob.of(config), scores, section="opd")
+    else:
+        scores["problems"] = problems
+        yield _stage("opd_scores", OpdScoresJob.of(config, Domain.MATH), scores, section="opd")
+        of_code = scores | {"teacher": "opd_code_teacher"}
+        yield _stage("opd_code_scores", OpdScoresJob.of(config, Domain.CODE), of_code, section="opd")
+        scored["code_scores"] = "opd_code_scores"
+    yield _stage("opd", OpdJob.of(config), {"model": "sft", **scored}, label="OPD")
 
 
 def _teacher_stages(config: PipelineConfig, teacher: OpdTeacherConfig, name: str, *, section: str) -> Iterator[Stage]:
@@ -246,6 +257,7 @@ def _given_samplers(config: PipelineConfig) -> Iterator[Stage]:
         yield _stage("teacher", job, {}, section="distill.teacher.model", label="Teacher, given")
     scoring = (
         ("opd_teacher", "opd.teacher", config.opd and config.opd.teacher),
+        ("opd_code_teacher", "opd.code_teacher", config.opd and config.opd.code_teacher),
         ("rl_teacher", "rl_teacher", config.rl_teacher),
     )
     for name, section, scorer in scoring:

@@ -412,7 +412,12 @@ def teacher_notes(config: PipelineConfig) -> Iterator[str]:
 
     With another one the gradient has a bias that no training removes (arXiv 2604.13010, teacher consistency).
     """
-    for key, teacher in (("opd.teacher", config.opd and config.opd.teacher), ("rl_teacher", config.rl_teacher)):
+    teachers = {
+        "opd.teacher": config.opd and config.opd.teacher,
+        "opd.code_teacher": config.opd and config.opd.code_teacher,
+        "rl_teacher": config.rl_teacher,
+    }
+    for key, teacher in teachers.items():
         # one that is trained here learned the same traces
         if teacher and isinstance(teacher.source, GivenTeacher) and not config.given.evaluate:
             note = _teacher_note(config, key, teacher.source.model.as_model())

@@ -1,4 +1,4 @@
-"""Train on answers that exist: those of a folder of scored rows, in an order that the seed draws (the stage `opd`).
+"""Train on answers that exist: those of folders of scored rows, in an order that the seed draws (the stage `opd`).
 
 A run that is killed anywhere and started again ends with the same weights.
 """
@@ -6,6 +6,7 @@ A run that is killed anywhere and started again ends with the same weights.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ class _Job:
     cfg: RlConfig
     rows_per_step: int
     model: Path
-    rows: Path
+    rows: Sequence[Path]
     seed: int
     workdir: Path
     remote: RemotePaths | None = None
@@ -40,7 +41,8 @@ class _Job:
         if self.remote is None:
             return self
         local = self.remote.local_path
-        return replace(self, model=local(self.model), rows=local(self.rows), workdir=local(self.workdir))
+        rows = [local(path) for path in self.rows]
+        return replace(self, model=local(self.model), rows=rows, workdir=local(self.workdir))
 
 
 def train_offline(
@@ -48,13 +50,13 @@ def train_offline(
     *,
     rows_per_step: int,
     model: Path,
-    rows: Path,
+    rows: Sequence[Path],
     workdir: Path,
     seed: int = 0,
     telemetry: Telemetry = SILENT,
     run_ranks: RunRanks = run_here,
 ) -> StageSummary:
-    """Train `model` on the rows in the folder `scored` of the artifact `rows`; write `workdir/model`."""
+    """Train `model` on the rows in the folders `scored` of the artifacts `rows`; write `workdir/model`."""
     remote = None if run_ranks is run_here else remote_paths_of(workdir)
     job = _Job(cfg=cfg, rows_per_step=rows_per_step, model=model, rows=rows, seed=seed, workdir=workdir, remote=remote)
     summary, results = run_ranks(partial(_run_rank, job), cfg.runtime, telemetry)
@@ -65,7 +67,7 @@ def train_offline(
 def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSummary, tuple[FileRecord, ...]]:
     job = job.on_this_node()
     learner = Learner(job.cfg, job.model, seed=job.seed, workdir=job.workdir, world=world)
-    store = RowStore(job.rows / "scored", rows_per_step=job.rows_per_step, seed=job.seed)
+    store = RowStore([path / "scored" for path in job.rows], rows_per_step=job.rows_per_step, seed=job.seed)
     counters = dict(learner.restore() or {"updates": 0, "skipped": 0, "trained_tokens": 0})
     checkpoint, num_steps = job.cfg.runtime.checkpoint, job.cfg.num_steps
     for step in range(learner.version, num_steps):
@@ -102,14 +104,14 @@ def _renamed(metric: str) -> str:
 class RowStore:
     """Scored rows on disk; a step's rows follow from its number and the seed alone."""
 
-    def __init__(self, folder: Path, *, rows_per_step: int, seed: int) -> None:
+    def __init__(self, folders: Sequence[Path], *, rows_per_step: int, seed: int) -> None:
         import pyarrow.parquet as pq
 
-        shards = sorted(folder.glob("*.parquet"))
+        shards = [shard for folder in folders for shard in sorted(folder.glob("*.parquet"))]
         # The place of each row: its shard and its number in it.
         self._places = [(shard, i) for shard in shards for i in range(pq.read_metadata(shard).num_rows)]
         if not self._places:
-            raise ArtifactError(f"{folder}: no scored answers here")
+            raise ArtifactError(f"{', '.join(map(str, folders))}: no scored answers here")
         self._rows_per_step, self._seed = rows_per_step, seed
         # The epoch whose order was computed last, with the order; -1 is none.
         self._order: tuple[int, list[int]] = (-1, [])

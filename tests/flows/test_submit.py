@@ -47,6 +47,7 @@ def test_a_dry_run_prints_plan_files_and_command_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("no_hub")
 def test_gpu_hours_and_price_of_the_nodes_that_are_asked_for_are_shown(tmp_path):
     eight = ("workspace.submit.gpus_per_node=8", "hardware.price_per_gpu_hour=2", "hardware.gpu_memory_gb=80")
     settings = [word for setting in eight for word in ("--set", setting)]

@@ -32,12 +32,12 @@ from klear_core.errors import ConfigError, DataError, ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.factory import EngineSpec, Sampler
 from klear_core.metrics import NullTelemetry
-from klear_core.opd.rollouts import sample_rollouts
+from klear_core.opd.rollouts import answers_of, sample_rollouts
 from klear_core.opd.teacher_scores import score_rollouts, scored_by
 from klear_core.rl.learner import Learner
 from klear_core.rl.offline import RowStore, train_offline
 from klear_core.train.base_model import model_folder, prepare_base
-from klear_core.types import TrainSample
+from klear_core.types import Domain, TrainSample
 
 ROLLOUTS = OpdRolloutsConfig(
     samples_per_prompt=3,
@@ -76,12 +76,37 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory, student: Path, problems: 
 @pytest.fixture(scope="module")
 def scores(tmp_path_factory: pytest.TempPathFactory, student: Path, teacher: Path, rollouts: Path) -> Path:
     folder = tmp_path_factory.mktemp("scores")
-    score_rollouts(TEACHER, student=student, teacher=teacher, rollouts=rollouts, temperature=1.0, workdir=folder)
+    score_rollouts(
+        TEACHER, student=student, teacher=teacher, answers=answers_of(rollouts), temperature=1.0, workdir=folder
+    )
     return folder
 
 
 def rows_of(folder: Path) -> list[TrainSample]:
     return list(read_shards(folder, TrainSample))
+
+
+def test_teachers_score_the_answers_of_their_domain_and_the_student_learns_from_all(
+    student: Path, teacher: Path, rollouts: Path, tmp_path: Path
+) -> None:
+    """Of five problems two are programs here, whatever they ask."""
+    kinds = [problem(f"q{i}", domain=Domain.CODE if i in (1, 3) else Domain.MATH) for i in range(5)]
+    problems = problem_artifact(tmp_path / "problems", kinds)
+    for domain, of in ((Domain.MATH, teacher), (Domain.CODE, student)):
+        score_rollouts(
+            TEACHER, student=student, teacher=of, answers=answers_of(rollouts, problems, domain), temperature=1.0,
+            workdir=tmp_path / domain,
+        )  # fmt: skip
+    code = rows_of(tmp_path / "code" / "scored")
+    assert {row.problem_id for row in code} == {"q1", "q3"}
+    for row in code:  # the student is its own teacher there
+        assert row.teacher_logps == pytest.approx(row.old_logps, abs=1e-5)
+    both = RowStore([tmp_path / "math" / "scored", tmp_path / "code" / "scored"], rows_per_step=15, seed=0)
+    assert len(code) == 6
+    assert sorted(row.problem_id for row in both.step(0)) == sorted(f"q{i % 5}" for i in range(15))
+    only_math = problem_artifact(tmp_path / "only_math", [problem(f"q{i}") for i in range(5)])
+    with pytest.raises(DataError, match="none of the 15 answers is to a code problem"):
+        answers_of(rollouts, only_math, Domain.CODE)
 
 
 def learner_logps(model: Path, rows: Sequence[TrainSample], workdir: Path) -> list[list[float]]:
@@ -174,7 +199,7 @@ def test_scores_resume_by_shard_with_the_same_result(
                 TEACHER,
                 student=student,
                 teacher=teacher,
-                rollouts=rollouts,
+                answers=answers_of(rollouts),
                 temperature=1.0,
                 workdir=tmp_path,
                 start_sampler=start,
@@ -218,7 +243,7 @@ def test_a_teacher_of_other_tokens_is_refused_before_it_is_loaded(
             TEACHER,
             student=student,
             teacher=other,
-            rollouts=rollouts,
+            answers=answers_of(rollouts),
             temperature=1.0,
             workdir=tmp_path / "s",
             start_sampler=start,
@@ -255,7 +280,7 @@ def test_training_resumes_bit_for_bit(student: Path, scores: Path, tmp_path: Pat
     def run(name: str, recorder: Recorder) -> dict[str, int | float]:
         return dict(
             train_offline(
-                cfg, rows_per_step=4, model=student, rows=scores, workdir=tmp_path / name, telemetry=recorder
+                cfg, rows_per_step=4, model=student, rows=[scores], workdir=tmp_path / name, telemetry=recorder
             ).counts
         )
 
@@ -272,7 +297,7 @@ def test_the_student_comes_closer_to_the_teachers_distribution(student: Path, sc
     recorder = Recorder()
     (tmp_path / "w").mkdir()
     train_offline(
-        train_config(num_steps=40), rows_per_step=15, model=student, rows=scores, workdir=tmp_path / "w",
+        train_config(num_steps=40), rows_per_step=15, model=student, rows=[scores], workdir=tmp_path / "w",
         telemetry=recorder,
     )  # fmt: skip
     gaps = recorder.column("opd/distill/kl")
@@ -292,7 +317,7 @@ def test_without_likeliest_tokens_the_student_learns_from_log_ratios(
         train_config(num_steps=40, minibatches_per_step=2),
         rows_per_step=15,
         model=student,
-        rows=scores,
+        rows=[scores],
         workdir=tmp_path / "w",
         telemetry=recorder,
     )
@@ -306,8 +331,8 @@ def test_without_likeliest_tokens_the_student_learns_from_log_ratios(
 
 
 def test_rows_of_a_step_follow_from_its_number_and_every_epoch_has_each_row_once(scores: Path) -> None:
-    store = RowStore(scores / "scored", rows_per_step=5, seed=3)
-    again = RowStore(scores / "scored", rows_per_step=5, seed=3)
+    store = RowStore([scores / "scored"], rows_per_step=5, seed=3)
+    again = RowStore([scores / "scored"], rows_per_step=5, seed=3)
     epochs = [[row for step in range(3 * e, 3 * e + 3) for row in store.step(step)] for e in (0, 1)]
     for rows in epochs:
         assert sorted(map(repr, rows)) == sorted(map(repr, rows_of(scores / "scored")))

@@ -80,6 +80,24 @@ def test_a_teacher_that_is_trained_here_learns_the_same_traces() -> None:
     assert list(graph)[-1] == "report"
 
 
+def test_answers_to_code_problems_can_have_a_teacher_of_their_own() -> None:
+    other = {"kind": "given", "model": {"repo": "Qwen/Coder-30B", "revision": "1" * 40}}
+    two = config({"teacher": {"source": GIVEN}, "code_teacher": {"source": other}})
+    graph = inputs_of(two)
+    scores = {"rollouts": "opd_rollouts", "student": "sft", "problems": "curate"}
+    assert graph["opd_scores"] == scores | {"teacher": "opd_teacher"}
+    assert graph["opd_code_scores"] == scores | {"teacher": "opd_code_teacher"}
+    assert graph["opd"] == {"model": "sft", "scores": "opd_scores", "code_scores": "opd_code_scores"}
+    domains = {stage.name: stage.job.domain for stage in stages_of(two) if isinstance(stage.job, OpdScoresJob)}
+    assert domains == {"opd_scores": "math", "opd_code_scores": "code"}
+    assert [note.split("@")[0] for note in teacher_notes(two)] == [
+        "opd.teacher is Qwen/Teacher-30B",
+        "opd.code_teacher is Qwen/Coder-30B",
+    ]
+    trained = inputs_of(config({"code_teacher": {}}))
+    assert trained["opd_code_teacher"] == {"model": "opd_code_teacher_base", "traces": "distill"}
+
+
 def test_a_config_without_distillation_is_as_before() -> None:
     assert "opd" not in PipelineConfig().model_dump()
     assert config_digest(PipelineConfig()) == config_digest(PipelineConfig.model_validate({"opd": None}))
@@ -104,6 +122,7 @@ def test_rollouts_depend_on_no_teacher_and_scores_on_no_training() -> None:
         ({"rollouts": {"sampling": {"temperature": 0.6}}, "teacher": {"engine": {"kind": "vllm"}}}, {}, "set it to 1"),
         ({"rollouts": {"sampling": {"temperature": 0}}}, {}, "greedy"),
         ({"rollouts": {"sampling": {"top_p": 0.9}}}, {}, "old_logps = 'sampler'"),
+        ({"code_teacher": {"top_k": 5}}, {}, "opd.code_teacher.top_k = 5 and opd.teacher.top_k = 20"),
         (None, {"rl": {"distill": {}}}, "rl.distill is set, but no teacher"),
         (None, {"rl_code": {"distill": {}}}, "rl_code.distill is set, but no teacher"),
         (None, {"rl_teacher": {}}, "no RL stage learns from it"),
@@ -128,6 +147,13 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         config(opd, **changes)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_tokens_that_the_hub_cannot_show_now_are_compared_before_the_teacher_is_loaded(tmp_path: Path) -> None:
+    runtime = {"cache_dir": str(tmp_path / "cache")}
+    away = {"kind": "given", "model": {"repo": "Qwen/Teacher-30B", "revision": "0" * 40, "runtime": runtime}}
+    assert list(token_problems(PendingWork.of(config({"teacher": {"source": away}}), None, ()))) == []
 
 
 def http(model: str) -> dict[str, object]:

@@ -54,7 +54,7 @@ class Sampled:
 
 def sample(count: int, *, cache_tokens: int = 376_000, load_at_s: float | None = None) -> Sampled:
     async def main() -> Sampled:
-        engines = SimulatedEngines([engine(cache_tokens=cache_tokens)])
+        engines = SimulatedEngines([engine(cache_tokens=cache_tokens)], send_s=5)
         await engines.start()
         tasks = [asyncio.create_task(engines.generate(PROMPT, params(seed))) for seed in range(count)]
         if load_at_s is not None:

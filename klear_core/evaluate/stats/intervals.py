@@ -394,8 +394,8 @@ def g_pass_at_k(num_samples: int, num_correct: int, k: int, *, threshold: float)
 def maj_at_n(answers: Sequence[str | None], is_correct: Sequence[bool]) -> Fraction:
     """Return maj@n of one problem: the share of right samples among those that gave the most common answer.
 
-    `answers` are normalised texts; None, no answer, gets no vote. Of several most common answers each is chosen with
-    the same chance. 0 if no sample has an answer.
+    `answers` are votes: samples with equal ones voted alike; None, no answer, gets no vote. Of several most common votes
+    each is chosen with the same chance. 0 if no sample has an answer.
     """
     assert len(answers) == len(is_correct), (len(answers), len(is_correct))
     votes = Counter(a for a in answers if a is not None)

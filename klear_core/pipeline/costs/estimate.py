@@ -180,7 +180,9 @@ def _opd_scores(stage: Stage, job: OpdScoresJob, config: PipelineConfig) -> Stag
         if size is not None:
             reached = config.hardware.peak_tflops * 1e12 * _PRODUCTS_REACH
             hours = _flops(size, tokens, longest, operations=_FORWARD_FLOPS) / reached / 3600
-    note = f"{answers or 'unknown number of'} answers scored by the teacher" + ("" if use else ", which is served")
+    limit = "at most " if job.domain and answers else ""
+    by_whom = "the teacher" if use else "the teacher, which is served"
+    note = f"{limit}{answers or 'unknown number of'} answers scored by {by_whom}"
     return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, gpu_hours=hours, note=note)
 
 
@@ -210,6 +212,10 @@ def _rl(config: PipelineConfig, stage: Stage, cfg: RlConfig, size: ModelSize | N
     rollouts = cfg.num_steps * cfg.rollout.max_rounds * prompts_a_round * cfg.rollout.samples_per_group
     tokens = rollouts * cfg.rollout.sampling.max_new_tokens
     note = f"at most {rollouts} rollouts in {cfg.num_steps} steps"
+    if cfg.distill is not None and config.rl_teacher is not None:
+        scored = cfg.num_steps * cfg.rollout.groups_per_step * cfg.rollout.samples_per_group
+        where = "which is served" if config.rl_teacher.runtime.endpoints else "on the driver's CPU"
+        note += f"; at most {scored} scored by the teacher, {where}"
     return _training(config, stage, cfg, size, tokens=tokens, note=note)
 
 

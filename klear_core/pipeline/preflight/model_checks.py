@@ -59,12 +59,17 @@ def model_problems(work: PendingWork) -> Iterator[str]:
 def token_problems(work: PendingWork) -> Iterator[str]:
     """Find a teacher of on-policy distillation whose tokens are not the student's: nothing could be learned."""
     for key, source in _teachers(work):
+        student = work.config.start_model
         teacher = source.model.as_model() if isinstance(source, GivenTeacher) else source.model
+        if student == teacher:
+            continue
         try:
-            student_ids, teacher_ids = _token_ids(work.config.start_model), _token_ids(teacher)
+            student_ids, teacher_ids = _token_ids(student), _token_ids(teacher)
         except ConfigError as e:
             yield f"{key}: {e}"
             continue
+        except ResourceError:
+            continue  # the Hub cannot be reached, which `model_problems` says
         # What cannot be compared here is compared before the teacher is loaded.
         if student_ids is not None and teacher_ids is not None:
             note = different_tokens(student_ids, teacher_ids)
@@ -75,7 +80,7 @@ def token_problems(work: PendingWork) -> Iterator[str]:
 def _teachers(work: PendingWork) -> Iterator[tuple[str, GivenTeacher | TrainedTeacher]]:
     """Yield the teachers of pending stages, each with the key of its model."""
     for stage, job in work.pending(OpdScoresJob):
-        yield f"{stage.section}.teacher.source.model", job.runtime.source
+        yield f"{stage.section}.{job.teacher}.source.model", job.runtime.source
     config = work.config
     if config.rl_teacher and any(job.teacher for _, job in work.pending(RlJob)):
         yield "rl_teacher.source.model", config.rl_teacher.source

@@ -141,3 +141,12 @@ def test_a_teacher_that_is_trained_here_is_counted_by_its_own_settings() -> None
     per_problem = config.distill.samples_per_problem
     assert rows["sft"].max_tokens == 100 * per_problem * 7
     assert rows["opd_teacher"].max_tokens == 100 * per_problem * 3 * 50
+
+
+def test_what_a_teacher_scores_within_rl_is_counted() -> None:
+    rl = {"distill": {}, "num_steps": 5, "rollout": {"groups_per_step": 3, "samples_per_group": 4}}
+    config = PipelineConfig.model_validate(
+        {"rl": rl, "rl_teacher": {"source": {"kind": "given", "model": {"path": "teacher"}}}}
+    )
+    (row,) = estimate(config, ["rl"])
+    assert "at most 60 scored by the teacher, on the driver's CPU" in row.note
