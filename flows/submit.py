@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import assert_never
 
+import httpx
 import typer
 import yaml
 from prefect.client.orchestration import get_client
@@ -130,7 +131,7 @@ def _show(submission: Submission, prepared: Prepared) -> None:
 
 
 def _require_times(target: KubeTarget) -> None:
-    """Raise ConfigError for times at which nothing would start: KubeRay says so in the state of the object alone."""
+    """Raise ConfigError for times at which nothing would ever start, which KubeRay would only note in its object."""
     is_interval = target.schedule.startswith("@every ")  # Prefect does not know it
     try:
         CronSchedule(cron="@daily" if is_interval else target.schedule, timezone=target.time_zone)
@@ -142,8 +143,10 @@ def _require_times(target: KubeTarget) -> None:
 
 
 def _require_receiver(target: Target, submit: SubmitConfig) -> None:
-    """Raise ConfigError if it is not known who takes the run. The commands of Ray and Prefect then find somebody else:
-    whatever cluster runs on this machine, or a database of their own."""
+    """Raise ConfigError if it is not known who takes the run.
+
+    Without an address Ray's command takes whatever cluster runs on this machine, and Prefect's a database of its own.
+    """
     if target == "ray" and not any(os.environ.get(name) for name in _RAY_ADDRESSES):
         raise ConfigError(
             f"{_RAY_ADDRESSES[0]}: not set; it names the cluster that takes the run, for example http://HEAD:8265"
@@ -154,23 +157,27 @@ def _require_receiver(target: Target, submit: SubmitConfig) -> None:
                 "PREFECT_API_URL: not set; it names the server that takes the run, for example"
                 " http://127.0.0.1:4200/api"
             )
-        check_prefect()
+        check_prefect(remedy="start that server")
         _require_pool(submit)
 
 
 def _require_pool(submit: SubmitConfig) -> None:
-    """Raise ConfigError unless Prefect's server has the queue and the work pool, of the type that the files are for."""
-    with get_client(sync_client=True) as client:
-        pools = {pool.name: pool for pool in client.read_work_pools(limit=200)}
-        pool = pools.get(submit.queue)
-        if pool is None:
-            there = ", ".join(sorted(pools)) or "none"
-            raise ConfigError(f"workspace.submit.queue = {submit.queue!r}: no work pool; there are: {there}")
-        if pool.type != submit.prefect.pool:
-            raise ConfigError(
-                f"workspace.submit.prefect.pool = {submit.prefect.pool!r}: the pool {pool.name} is of type {pool.type}"
-            )
-        queues = {queue.name for queue in client.read_work_queues(work_pool_name=pool.name)}
+    """Raise ConfigError unless Prefect's server has the work pool, of the right type, and the work queue."""
+    try:
+        with get_client(sync_client=True) as client:
+            pools = {pool.name: pool for pool in client.read_work_pools(limit=200)}
+            pool = pools.get(submit.queue)
+            queues = {queue.name for queue in client.read_work_queues(work_pool_name=pool.name)} if pool else set()
+    except httpx.HTTPStatusError as e:
+        remedy = "; set PREFECT_API_AUTH_STRING" if e.response.status_code == httpx.codes.UNAUTHORIZED else ""
+        raise ConfigError(f"PREFECT_API_URL: that server answers with {e.response.status_code}{remedy}") from e
+    if pool is None:
+        there = ", ".join(sorted(pools)) or "none"
+        raise ConfigError(f"workspace.submit.queue = {submit.queue!r}: no work pool; there are: {there}")
+    if pool.type != submit.prefect.pool:
+        raise ConfigError(
+            f"workspace.submit.prefect.pool = {submit.prefect.pool!r}: the pool {pool.name} is of type {pool.type}"
+        )
     if submit.priority and submit.priority not in queues:
         raise ConfigError(
             f"workspace.submit.priority = {submit.priority!r}: no work queue of {pool.name}; there are:"

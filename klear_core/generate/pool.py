@@ -54,8 +54,7 @@ class EnginePool:
         self._max_suspects: int | None = None
         """Suspects that one engine may have at a time; halved with each further death until one is alone."""
         self._failure: BaseException | None = None
-        self._shares_until = 0.0
-        """Time at which slow engines are looked for again."""
+        self._shares_until = 0.0  # time at which slow engines are looked for again
 
         self.cache_tokens = None
 
@@ -208,8 +207,8 @@ class EnginePool:
                 span(slot.engine.name, "sample", slot.busy_since, time.monotonic())
             slot.pace.add(now() - sent_at, max((len(c.token_ids) for c in completions), default=0))
             if now() >= self._shares_until:  # not with each answer: hundreds of engines give a hundred a second
-                share_by_pace(self._slots)
                 self._shares_until = now() + _SHARES_S
+                share_by_pace(self._slots)
             if not request.answer.done():
                 request.answer.set_result(completions)
         slot.num_in_vain = 0  # even a refusal shows that the engine works
@@ -346,10 +345,7 @@ class PooledEngine(InferenceEngine, Protocol):
         ...
 
     async def start(self) -> None:
-        """Start the engine, or another in place of one that died or was closed.
-
-        Raise EngineLost if it dies meanwhile.
-        """
+        """Start the engine, or another in place of one that died or was closed. EngineLost if it dies meanwhile."""
         ...
 
 

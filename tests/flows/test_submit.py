@@ -1,16 +1,24 @@
 """`klear submit`: what it prints, what it refuses, and what it hands to a cluster."""
 
+import json
 import re
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from uuid import UUID
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.cli import app
 from klear_core.errors import ConfigError, ResourceError
 
+DOCKER = ("prefect.pool=docker", "image=klear")
 POD = ("image=klear", "cpus_per_node=8", "memory_gb_per_node=64", "kube.volume=runs")
 
 
@@ -229,6 +237,65 @@ def test_what_a_cluster_says_in_several_lines_is_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     with pytest.raises(ResourceError, match=r"specified: gpus; sbatch: error: Batch job submission failed$"):
         submitted(tmp_path / "runs", "smoke", "--to", "slurm")
+
+
+class PrefectPools(BaseHTTPRequestHandler):
+    """A Prefect server with one pool of Docker, `dock`, and its default queue."""
+
+    status = 200
+
+    def do_GET(self) -> None:
+        self.reply(True, status=404 if "csrf" in self.path else 200)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        own = {"id": str(UUID(int=1)), "name": "default", "priority": 1, "work_pool_id": str(UUID(int=2))}
+        pool = {"id": str(UUID(int=2)), "name": "dock", "type": "docker", "default_queue_id": own["id"]}
+        self.reply([own] if "queues" in self.path else [pool], status=self.status)
+
+    def reply(self, value: object, status: int = 200) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The handler as the server of PREFECT_API_URL."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["queue=dok"], "queue = 'dok': no work pool; there are: dock"),
+        (["queue=dock"], "prefect.pool = 'process': the pool dock is of type docker"),
+        (["queue=dock", "priority=high", *DOCKER], "priority = 'high': no work queue of dock; there are: default"),
+    ],
+)
+def test_a_pool_that_prefect_has_not_is_refused_with_those_that_it_has(tmp_path, monkeypatch, settings, said):
+    asked = [word for setting in settings for word in ("--set", f"workspace.submit.{setting}")]
+    with served(PrefectPools, monkeypatch), pytest.raises(ConfigError, match=re.escape(said)):
+        submitted(tmp_path / "runs", "smoke", "--to", "prefect", *asked)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_prefect_server_that_wants_a_password_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(PrefectPools, "status", 401)
+    with served(PrefectPools, monkeypatch), pytest.raises(ConfigError, match=r"with 401; set PREFECT_API_AUTH_STRING$"):
+        submitted(tmp_path / "runs", "smoke", "--to", "prefect", "--queue", "dock")
 
 
 def test_of_a_traceback_the_last_line_is_shown(tmp_path, monkeypatch):

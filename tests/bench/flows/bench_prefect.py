@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -84,7 +83,7 @@ class Server:
     """A server of one version, which can be stopped and started again."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder, self.port, self._client = folder, free_port(), httpx.Client()
         self.url = f"http://127.0.0.1:{self.port}/api"
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "PYTHONPATH"))}
         self.env |= {
@@ -117,7 +116,7 @@ class Server:
         deadline = time.monotonic() + 600
         while True:
             try:
-                if httpx.get(f"{self.url}/health", timeout=5).is_success:
+                if self._client.get(f"{self.url}/health", timeout=5).is_success:
                     return
             except httpx.HTTPError:
                 if time.monotonic() > deadline:
@@ -133,9 +132,12 @@ class Server:
     def ask(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
         """Return the answer to a request."""
         method = "GET" if body is None else "POST"
-        found: dict[str, object] = (
-            httpx.request(method, f"{self.url}{path}", json=body, timeout=120).raise_for_status().json()
-        )
+        for _ in range(20):  # SQLite answers 503 now and then
+            answer = self._client.request(method, f"{self.url}{path}", json=body, timeout=120)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            time.sleep(1)
+        found: dict[str, object] = answer.raise_for_status().json()
         return found
 
 
@@ -148,6 +150,8 @@ class Run:
         deployment = server.ask(f"/deployments/name/{name}")["id"]
         parameters = {"folder": str(self.folder), "seconds": seconds}
         self.id = server.ask(f"/deployments/{deployment}/create_flow_run", {"parameters": parameters})["id"]
+        # A worker asks for Pending before it starts the runner, and the run gets its lease.
+        server.ask(f"/flow_runs/{self.id}/set_state", {"state": {"type": "PENDING", "name": "Pending"}})
         self.runner = server.popen("flow-run", "execute", str(self.id))
 
     def wait_until_it_runs(self) -> None:
@@ -206,8 +210,8 @@ def short_restart(folder: Path) -> list[Row]:
     """Restart a server with default settings; then kill one run with its runner, and the runner of another."""
     server = Server(folder, {})
     try:
-        leased, dead, deaf = Run(server, "plain/limited", 360), Run(server, "plain/free", 900), None
-        deaf = Run(server, "plain/free", 901)
+        leased = Run(server, "plain/limited", 360)
+        dead, deaf = (Run(server, "plain/free", seconds) for seconds in (900, 901))
         for run in (leased, dead, deaf):
             run.wait_until_it_runs()
         server.be_away(10)
@@ -255,11 +259,12 @@ def long_outage(folder: Path) -> list[Row]:
 
 
 def end_runs(folder: Path) -> None:
-    """Kill what is left of runs."""
-    for file in folder.glob("*/pid"):
+    """Kill what is left of runs and runners."""
+    for process in psutil.process_iter():
         try:
-            os.kill(int(file.read_text()), signal.SIGKILL)
-        except ProcessLookupError:
+            if process.cwd() == str(folder):
+                process.kill()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
 
 
