@@ -417,8 +417,9 @@ def gate_outcomes(
         low = _lower_ends(difference, confidence=gate_confidence(confidence, num_tests))
         exceeds = difference.mean(axis=1) > unseen_loss(difference)
         is_better |= (p + confidence < 1) & (low > 0) & exceeds
-    is_non_inferior = np.array([100 * low > -margin for low, margin in zip(lows, margins, strict=True)]).all(axis=0)
-    return GateOutcomes(is_non_inferior=is_non_inferior, is_shown=is_clear.any(axis=0), is_better=is_better)
+    are_non_inferior = np.array([100 * low > -margin for low, margin in zip(lows, margins, strict=True)])
+    is_non_inferior = np.asarray(are_non_inferior.all(axis=0))
+    return GateOutcomes(is_non_inferior=is_non_inferior, is_shown=np.asarray(is_clear.any(axis=0)), is_better=is_better)
 
 
 def _drawn_differences(draw: np.random.Generator, benchmark: GateBenchmark, gain: float) -> npt.NDArray[np.float64]:

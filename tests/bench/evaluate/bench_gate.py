@@ -28,7 +28,6 @@ from klear_core.evaluate.stats.significance import (
     confidence_at,
     gate_confidence,
     gate_outcomes,
-    holm,
     sign_flip_test,
 )
 from klear_core.seeding import seed_for
