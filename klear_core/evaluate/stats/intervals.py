@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from statistics import fmean, stdev
 
 import numpy as np
@@ -84,7 +85,7 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
         raise ValueError(
             f"pass@{k} needs at least {k} scored answers of every problem; one has {min(too_few, default=0)}"
         )
-    exact = tuple(1 - Fraction(math.comb(num - right, k), math.comb(num, k)) for right, num in counts)
+    exact = tuple(_exact(right, num, k) for right, num in counts)
     values = [float(value) for value in exact]
     noise = [_noise(num, right, k) for right, num in counts]
     steps = [k / num for _, num in counts]
@@ -95,6 +96,12 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
         exact=exact,
         clusters=numbered(clusters),
     )
+
+
+@lru_cache(maxsize=100_000)
+def _exact(num_right: int, num: int, k: int) -> Fraction:
+    """Return pass@k of one problem; few counts differ, and fractions are slow."""
+    return 1 - Fraction(math.comb(num - num_right, k), math.comb(num, k))
 
 
 def estimates_without_noise(
@@ -124,6 +131,7 @@ def numbered(clusters: Sequence[str] | None) -> Ints | None:
     return np.array(numbers) if len(found) > 1 else None
 
 
+@lru_cache(maxsize=100_000)
 def _noise(num: int, right: int, k: int) -> float:
     """Return an unbiased estimate of the variance of pass@k of one problem; nan where there are too few samples.
 
