@@ -117,8 +117,7 @@ class CodeReference:
                 assert_never(tests)
 
 
-# ---- types ----
-# Define the records that flow through Klear. Importing this loads nothing heavy.
+# ---- records ----
 
 
 class Domain(StrEnum):
@@ -263,7 +262,7 @@ class Completion:
     policy_versions: tuple[int, ...]
     """The version of the weights that sampled each token; all equal unless the weights changed midway."""
     top_ids: tuple[int, ...] = ()
-    """Where tokens were scored with their rivals: the K likeliest tokens in place of each, token after token."""
+    """Where a teacher scored tokens: its K likeliest tokens in place of each, token after token."""
     top_logps: tuple[float, ...] = ()
     """The log-probs of `top_ids`."""
 
@@ -453,19 +452,19 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample(TokenCounts):
-    """One rollout prepared for training: prompt and response tokens.
-
-    Mask, logps and advantage are zero on the prompt.
-    """
+    """One rollout prepared for training: prompt and response. Mask and log-probs are zero on the prompt."""
 
     problem_id: str
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     old_logps: tuple[float, ...]
+    """Log-probs reported by the engine that sampled the tokens."""
     advantage: float
+    """Of the whole answer."""
     is_positive: bool
     """Copied from the rollout: the language-model loss learns from positive samples."""
     oldest_version: int
+    """Version of the weights that sampled its first token."""
     teacher_logps: tuple[float, ...] = ()
     """A teacher's log-probs of these tokens, at the sampling temperature; empty where no teacher scored the answer."""
     top_ids: tuple[int, ...] = ()

@@ -24,7 +24,10 @@ kept for positive tokens only.
 
 
 class BetaSchedule(Settings):
-    """Linear change of the betas, from the loss's at `start_step` to these at `end_step`; equal steps are a jump."""
+    """Linear change of the betas, from the loss's at `start_step` to these at `end_step`.
+
+    RL steps are counted from 0 here. With equal steps that step is the first with these betas.
+    """
 
     start_step: int = Field(ge=0)
     """The last RL step with the loss's own betas."""

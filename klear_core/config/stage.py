@@ -74,8 +74,8 @@ class Job(Settings):
     """The settings of one stage; its result is a function of them, the input artifacts and the content of `files()`."""
 
     kind: ClassVar[str]
-    """Kind of the stage and of its artifact. Stages of one kind share their code: the task `<kind>` in the module
-    `tasks.<kind>`."""
+    """Kind of the stage and of its artifact. Stages of one kind share their code: the function `<kind>` in
+    `tasks.stages`."""
     code_version: ClassVar[int]
     """Version of the kind's code. Raise it when a code change changes the result: the stage and all that follow run
     again."""

@@ -369,7 +369,7 @@ class Learner:
             # Each rank writes the rows that it has.
             rows, data_rank = samples_here(minibatch.samples), self.world.data_rank
             save_bad_batch(
-                folder, rows, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed, rank=data_rank
+                folder, rows, step=self.version + 1, num_skipped=self._num_skipped, max_skipped=allowed, rank=data_rank
             )
         return result
 

@@ -1,31 +1,33 @@
-"""Compute the policy loss of each token: GPPO and its rivals. N: loss tokens of a micro-batch; R: rows.
+"""Compute the policy loss of each token, by GPPO or another. N: loss tokens of a micro-batch; R: rows.
 
-Every loss has one form. It gives a token a value and a weight F, both plain numbers computed from a bounded log-ratio:
+Every loss has one form. It gives a token a surrogate (as PPO calls what the advantage multiplies) and a weight F, both
+plain numbers computed from a bounded log-ratio:
 
-    loss = -A * (value + F * (logp - logp.detach()))      so that its gradient is -F * A * grad(logp)
+    loss = -A * (surrogate + F * (logp - logp.detach()))      so that its gradient is -F * A * grad(logp)
 
 Only `token_loss` attaches the gradient, so no overflow can produce a NaN. The losses differ in F alone. In this table r
 is the ratio of new to old probability, A the advantage, el and eh are eps_low and eps_high, bl and bh beta_low and
 beta_high, n and m low_power and high_root of dgpo, c is dual_clip or (aspo) max_weight:
 
-| F               | r < 1-el, A > 0 | r < 1-el, A < 0 | inside | r > 1+eh, A > 0 | r > 1+eh, A < 0 |
-|-----------------|-----------------|-----------------|--------|-----------------|-----------------|
-| clip            | r               | 0               | r      | 0               | r               |
-| gppo            | r               | bl(1-el)        | r      | bh(1+eh)        | r               |
-| cispo           | r               | r               | r      | 1+eh            | 1+eh            |
-| cispo two-sided | 1-el            | 1-el            | r      | 1+eh            | 1+eh            |
-| + dual clip c   |                 |                 |        |                 | 0 where r > c   |
-| dgpo            | r               | r(r/(1-el))^n   | r      | r((1+eh)/r)^1/m | r               |
-| aspo, A > 0     | min(1/r, c)     |                 | 1/r    | 0               |                 |
-| aspo, A < 0     |                 | 0               | r      |                 | min(r, c)       |
-| sapo            | 4rs(1-s) with s = sigmoid(tau(r-1)), everywhere                                   |
-| trm             | r; 0 in rows of which any token's (log r)^2 / 2 is above max_divergence           |
-| m2po            | r; 0 if leaving and (log r)^2 >= `TrainBatch.m2_cutoff`                           |
-| dppo            | r; 0 if leaving and the token's divergence is above its bound                     |
-| gspo            | as clip, with the geometric mean of r over the row in place of r                  |
+| F               | r < 1-el, A > 0 | r < 1-el, A < 0 | inside      | r > 1+eh, A > 0 | r > 1+eh, A < 0 |
+|-----------------|-----------------|-----------------|-------------|-----------------|-----------------|
+| clip            | r               | 0               | r           | 0               | r               |
+| gppo            | r               | bl(1-el)        | r           | bh(1+eh)        | r               |
+| cispo           | r               | r               | r           | 1+eh            | 1+eh            |
+| cispo two-sided | 1-el            | 1-el            | r           | 1+eh            | 1+eh            |
+| + dual clip c   |                 |                 |             |                 | 0 where r > c   |
+| dgpo            | r               | r(r/(1-el))^n   | r           | r((1+eh)/r)^1/m | r               |
+| aspo, A > 0     | min(1/r, c)     |                 | min(1/r, c) | 0               |                 |
+| aspo, A < 0     |                 | 0               | min(r, c)   |                 | min(r, c)       |
+| sapo            | 4rs(1-s) with s = sigmoid(tau(r-1)), everywhere                                       |
+| trm             | r; 0 in rows of which any token's (log r)^2 / 2 is above max_divergence               |
+| m2po            | r; 0 if leaving and (log r)^2 >= `TrainBatch.m2_cutoff`                               |
+| dppo            | r; 0 if leaving and the token's divergence is above its bound                         |
+| gspo            | as clip, with the geometric mean of r over the row in place of r                      |
 
-Leaving means that the update leads away from the old policy: A > 0 and r > 1, or A < 0 and r < 1. On top of any loss,
-`max_negative_kl` masks rows (`_off_policy_masked`) and ERC removes gradients (`_entropy_clipped`).
+Dual clip is for clip, gppo and gspo. Leaving means that the update leads away from the old policy: A > 0 and r > 1, or
+A < 0 and r < 1. On top of any loss, `max_negative_kl` masks rows (`_off_policy_masked`) and ERC removes gradients
+(`_entropy_clipped`).
 
 So where PPO's clip gives a token outside the range no gradient, GPPO gives it a bounded one.
 """
@@ -63,7 +65,11 @@ _ENTROPY_FLOOR = 1e-8  # makes the ratio of two zero entropies 1 instead of 0/0 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Inputs of a micro-batch's loss, all known before the first update of the RL step, per loss token."""
+    """Inputs of a micro-batch's loss, per loss token.
+
+    All but `m2_cutoff` are known before the first update of the RL step. `token_loss` adds a teacher's part of the
+    advantage.
+    """
 
     target_N: Tensor
     """Token ids, int64."""
@@ -115,7 +121,7 @@ class TrainBatch:
 class TokenLoss:
     """Value and weight F of each token, and what was done to it. All are detached; masks are bool."""
 
-    value_N: Tensor
+    surrogate_N: Tensor
     weight_N: Tensor
     """F times the mismatch correction; 0 where ERC removed the gradient."""
     log_ratio_N: Tensor
@@ -179,15 +185,17 @@ def token_loss(
     # Detach, because ratio, value and weight are numbers: the gradient flows through `carry_N` alone.
     batch = _with_distillation(batch, logp_N.detach(), max_log_ratio)
     token = _unclipped(logp_N.detach(), batch, cfg, max_log_ratio)
-    token = _weighed(token, logp_N.detach(), batch, cfg)
+    token = _apply_loss(token, logp_N.detach(), batch, cfg)
     if max_negative_kl is not None:
         token = _off_policy_masked(token, logp_N.detach(), batch, max_negative_kl, max_log_ratio)
     if erc is not None:
         token = _entropy_clipped(token, entropy_N.detach(), batch.old_entropy_N, erc)
-    token = replace(token, value_N=token.value_N * batch.correction_N, weight_N=token.weight_N * batch.correction_N)
+    token = replace(
+        token, surrogate_N=token.surrogate_N * batch.correction_N, weight_N=token.weight_N * batch.correction_N
+    )
     carry_N = logp_N - logp_N.detach()  # 0; its gradient is that of logp
     # Negative, since the optimizer minimises and the objective of the papers is maximised.
-    return -batch.advantage_N * (token.value_N + token.weight_N * carry_N), token
+    return -batch.advantage_N * (token.surrogate_N + token.weight_N * carry_N), token
 
 
 def _unclipped(logp_N: Tensor, batch: TrainBatch, cfg: LossConfig, max_log_ratio: float) -> TokenLoss:
@@ -201,7 +209,7 @@ def _unclipped(logp_N: Tensor, batch: TrainBatch, cfg: LossConfig, max_log_ratio
     low_N = (batch.advantage_N < 0) & (ratio_N < 1 - cfg.eps_low)
     high_N = (batch.advantage_N > 0) & (ratio_N > 1 + cfg.eps_high)
     return TokenLoss(
-        value_N=ratio_N,
+        surrogate_N=ratio_N,
         weight_N=ratio_N,
         log_ratio_N=log_ratio_N,
         ratio_N=ratio_N,
@@ -223,7 +231,7 @@ def _log_ratios(logp_N: Tensor, batch: TrainBatch) -> Tensor:
     return log_ratio(logp_N.clamp(-bound, bound), batch.old_logp_N.clamp(-bound, bound))
 
 
-def _weighed(token: TokenLoss, logp_N: Tensor, batch: TrainBatch, cfg: LossConfig) -> TokenLoss:
+def _apply_loss(token: TokenLoss, logp_N: Tensor, batch: TrainBatch, cfg: LossConfig) -> TokenLoss:
     """Return the tokens with value and weight of this loss, all finite but for NaN."""
     match cfg:
         case GppoConfig():
@@ -257,22 +265,22 @@ def _gppo(token: TokenLoss, advantage_N: Tensor, cfg: GppoConfig) -> TokenLoss:
     """
     weight_N = torch.where(token.high_N, cfg.beta_high * (1 + cfg.eps_high), token.ratio_N)
     weight_N = torch.where(token.low_N, cfg.beta_low * (1 - cfg.eps_low), weight_N)
-    return _dual_clipped(replace(token, value_N=weight_N, weight_N=weight_N), advantage_N, cfg.dual_clip)
+    return _dual_clipped(replace(token, surrogate_N=weight_N, weight_N=weight_N), advantage_N, cfg.dual_clip)
 
 
 def _clip(token: TokenLoss, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) -> TokenLoss:
     """Take PPO's minimum of clipped and unclipped: a clipped token has the bound as its value and no gradient."""
     low_N = torch.where(token.low_N, 1 - cfg.eps_low, token.ratio_N)
-    value_N = torch.where(token.high_N, 1 + cfg.eps_high, low_N)
+    surrogate_N = torch.where(token.high_N, 1 + cfg.eps_high, low_N)
     weight_N = token.ratio_N.masked_fill(token.clipped_N, 0)
-    return _dual_clipped(replace(token, value_N=value_N, weight_N=weight_N), advantage_N, cfg.dual_clip)
+    return _dual_clipped(replace(token, surrogate_N=surrogate_N, weight_N=weight_N), advantage_N, cfg.dual_clip)
 
 
 def _cispo(token: TokenLoss, logp_N: Tensor, cfg: CispoConfig) -> TokenLoss:
     """Weigh REINFORCE by the clipped ratio, without regard to the sign of the advantage (MiniMax-M1)."""
     weight_N = token.ratio_N.clamp(min=1 - cfg.eps_low if cfg.two_sided else None, max=1 + cfg.eps_high)
     # REINFORCE's surrogate is weight * logp, where PPO's is the ratio.
-    return replace(token, value_N=weight_N * logp_N, weight_N=weight_N, clipped_N=weight_N != token.ratio_N)
+    return replace(token, surrogate_N=weight_N * logp_N, weight_N=weight_N, clipped_N=weight_N != token.ratio_N)
 
 
 def _dgpo(token: TokenLoss, cfg: DgpoConfig) -> TokenLoss:
@@ -282,7 +290,7 @@ def _dgpo(token: TokenLoss, cfg: DgpoConfig) -> TokenLoss:
     above_N = ratio_N * ((1 + cfg.eps_high) / ratio_N) ** (1 / cfg.high_root)
     # `where` selects numbers: what the unused branch is for other tokens, even infinite, does not matter.
     weight_N = torch.where(token.low_N, below_N, torch.where(token.high_N, above_N, ratio_N))
-    return replace(token, value_N=weight_N, weight_N=weight_N)
+    return replace(token, surrogate_N=weight_N, weight_N=weight_N)
 
 
 def _aspo(token: TokenLoss, advantage_N: Tensor, cfg: AspoConfig) -> TokenLoss:
@@ -295,7 +303,7 @@ def _aspo(token: TokenLoss, advantage_N: Tensor, cfg: AspoConfig) -> TokenLoss:
     low_N = torch.where(token.low_N, 1 - cfg.eps_low, capped_N)
     return replace(
         token,
-        value_N=torch.where(token.high_N, 1 / (1 + cfg.eps_high), low_N),
+        surrogate_N=torch.where(token.high_N, 1 / (1 + cfg.eps_high), low_N),
         weight_N=capped_N.masked_fill(token.clipped_N, 0),
         clipped_N=token.clipped_N | dual_N,
         dual_N=dual_N,
@@ -313,7 +321,7 @@ def _sapo(token: TokenLoss, advantage_N: Tensor, cfg: SapoConfig) -> TokenLoss:
     gate_N = x_N.sigmoid()
     # The value is 4/tau s; its derivative by log(pi) is r times 4 s (1 - s), the weight.
     # sigmoid(-x) is 1 - sigmoid(x) without the cancellation at large x.
-    return replace(token, value_N=4 / tau_N * gate_N, weight_N=4 * ratio_N * gate_N * (-x_N).sigmoid())
+    return replace(token, surrogate_N=4 / tau_N * gate_N, weight_N=4 * ratio_N * gate_N * (-x_N).sigmoid())
 
 
 def _trm(token: TokenLoss, batch: TrainBatch, cfg: TrmConfig) -> TokenLoss:
@@ -331,7 +339,7 @@ def _masked(token: TokenLoss, masked_N: Tensor) -> TokenLoss:
     They still count in the mean's denominator.
     """
     weight_N = token.ratio_N * ~masked_N  # a product, so that a NaN in a masked row stays one
-    return replace(token, value_N=weight_N, weight_N=weight_N, clipped_N=masked_N, masked_N=masked_N)
+    return replace(token, surrogate_N=weight_N, weight_N=weight_N, clipped_N=masked_N, masked_N=masked_N)
 
 
 def is_leaving(log_ratio_N: Tensor, batch: TrainBatch) -> Tensor:
@@ -390,7 +398,7 @@ def _off_policy_masked(
     masked_N = (batch.advantage_N < 0) & far_N
     return replace(
         token,
-        value_N=token.value_N * ~masked_N,
+        surrogate_N=token.surrogate_N * ~masked_N,
         weight_N=token.weight_N * ~masked_N,
         masked_N=token.masked_N | masked_N,
     )
@@ -402,9 +410,9 @@ def _dual_clipped(token: TokenLoss, advantage_N: Tensor, bound: float | None) ->
         return token
     # The one quadrant in which clip and gppo leave the weight unbounded.
     dual_N = (advantage_N < 0) & (token.ratio_N > bound)
-    value_N = torch.where(dual_N, bound, token.value_N)
+    surrogate_N = torch.where(dual_N, bound, token.surrogate_N)
     weight_N = token.weight_N.masked_fill(dual_N, 0)
-    return replace(token, value_N=value_N, weight_N=weight_N, clipped_N=token.clipped_N | dual_N, dual_N=dual_N)
+    return replace(token, surrogate_N=surrogate_N, weight_N=weight_N, clipped_N=token.clipped_N | dual_N, dual_N=dual_N)
 
 
 def _entropy_clipped(token: TokenLoss, entropy_N: Tensor, old_entropy_N: Tensor, erc: ErcConfig) -> TokenLoss:

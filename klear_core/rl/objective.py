@@ -24,7 +24,7 @@ from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_me
 from klear_core.rl.rows import TrainRow
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.distributed import World
-from klear_core.train.logps import HeadOutput, Rivals, TokenLogps, fused_loss, token_logps
+from klear_core.train.logps import HeadOutput, TokenLogps, TopTokens, fused_loss, token_logps
 from klear_core.train.model import Head
 from klear_core.train.packing import MicroBatch, PackedBatch
 from klear_core.train.step import StepResult
@@ -80,8 +80,8 @@ def make_batch(
 
     def per_row(values: Sequence[float]) -> Tensor:
         # From one value per row in here to one per loss token; those are stored row after row.
-        value_N = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
-        return value_N.to(micro.target_N.device)
+        surrogate_N = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+        return surrogate_N.to(micro.target_N.device)
 
     sampler_logp_N = micro.gather({r: rows[r].old_logps for r in micro.rows})
     nan_N = torch.full_like(sampler_logp_N, torch.nan)
@@ -214,11 +214,19 @@ def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
         target_N, temperature = batch.target_N, cfg.rollout.sampling.temperature
         # The teacher's likeliest tokens: the gradient of KL(teacher, policy) over them is that of minus its
         # probabilities times the policy's log-probs.
-        rivals = Rivals(batch.top_id_NK, batch.distill_N[:, None] * batch.scale_N[:, None] * batch.top_logp_NK.exp())
+        top_tokens = TopTokens(
+            batch.top_id_NK, batch.distill_N[:, None] * batch.scale_N[:, None] * batch.top_logp_NK.exp()
+        )
         # Token-wise losses form their gradient chunk by chunk in the forward pass, so logits are computed only once.
         if not joins_tokens(cfg.loss) and cfg.max_negative_kl is None:
             output = fused_loss(
-                hidden_NH, weight_VH, target_N, loss_fn, temperature=temperature, need_entropy=True, rivals=rivals
+                hidden_NH,
+                weight_VH,
+                target_N,
+                loss_fn,
+                temperature=temperature,
+                need_entropy=True,
+                top_tokens=top_tokens,
             )
             if output.rival_N is not None:
                 stats.add_rivals(output.rival_N, batch)

@@ -182,7 +182,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
             result = updater.step(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
         _count_update(result, batch, counters)
         if not result.is_applied:  # alike on all ranks, so all of them raise if these are too many
-            _save_bad_batch(rows, job, step=step, num_skipped=int(counters["num_skipped"]))
+            _save_bad_batch(rows, job, step=step + 1, num_skipped=int(counters["num_skipped"]))
         done = step + 1
         metrics = _of_update(result, batch) | {
             "sft/optim/lr": result.lr,

@@ -1,6 +1,6 @@
 """Compute log-probability and entropy of given tokens from hidden states without holding all logits (the fused head).
 
-Axis letters: N loss tokens, C tokens of one chunk, H hidden, V vocabulary, K rivals of a target, J the target and them.
+Axis letters: N loss tokens, C those of one chunk, H hidden, V vocabulary, K a teacher's top tokens, J target and these.
 With z = h W^T / temperature and p = softmax(z):  d logp_t / dz = onehot_t - p,  d entropy / dz = -p (log p + entropy).
 """
 
@@ -30,7 +30,7 @@ TokenLossFn = Callable[[Tensor, Tensor, slice], Tensor]
 """(logp_C, entropy_C, where in N) -> loss_C, unreduced and scaled. A token's loss may not depend on other tokens."""
 
 
-class Rivals(NamedTuple):
+class TopTokens(NamedTuple):
     """K different tokens in place of each target, whose log-probs are added to the loss with fixed weights."""
 
     id_NK: Tensor
@@ -39,8 +39,8 @@ class Rivals(NamedTuple):
     """The loss falls by this, times the token's log-prob."""
 
     @classmethod
-    def none(cls, target_N: Tensor) -> Rivals:
-        """Return no rivals."""
+    def none(cls, target_N: Tensor) -> TopTokens:
+        """Return none."""
         return cls(target_N.new_empty((len(target_N), 0)), torch.empty((len(target_N), 0), device=target_N.device))
 
 
@@ -54,7 +54,7 @@ class HeadOutput(NamedTuple):
     entropy_N: Tensor
     """float32, nats; detached. NaN if it was not asked for."""
     rival_N: Tensor | None = None
-    """Sum of the rivals' log-probs times their weights; detached. None where the head computes none."""
+    """Sum of the top tokens' log-probs times their weights; detached. None where the head computes none."""
 
 
 def fused_loss(
@@ -66,17 +66,17 @@ def fused_loss(
     temperature: float = 1.0,
     need_entropy: bool = False,
     max_logits: int | None = None,
-    rivals: Rivals | None = None,
+    top_tokens: TopTokens | None = None,
 ) -> HeadOutput:
     """Return a pointwise loss, its gradient formed in the same pass: 6NHV operations; recomputing logits takes 8NHV.
 
     `need_entropy` computes the entropy (for a metric or the loss); otherwise `loss_fn` gets NaN in its place.
     `max_logits` bounds the logits held at once; None picks by device.
     """
-    rivals = Rivals.none(target_N) if rivals is None else rivals
+    top_tokens = TopTokens.none(target_N) if top_tokens is None else top_tokens
     hidden_NH, weight_VH = _inputs(hidden_NH, weight_VH)
     size = chunk_size(weight_VH, target_N.numel(), max_logits)
-    arguments = (hidden_NH, weight_VH, (target_N, rivals), loss_fn, temperature, need_entropy, size)
+    arguments = (hidden_NH, weight_VH, (target_N, top_tokens), loss_fn, temperature, need_entropy, size)
     return HeadOutput(*_FusedLoss.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -136,12 +136,12 @@ class _Head(NamedTuple):
     hidden_NH: Tensor
     weight_VH: Tensor
     target_N: Tensor
-    rivals: Rivals
+    top_tokens: TopTokens
     temperature: float
 
     def tokens(self, chunk: slice) -> Tensor:
-        """Return the chunk's target and rivals as token_CJ, the target first."""
-        return torch.cat([self.target_N[chunk, None], self.rivals.id_NK[chunk]], dim=1)
+        """Return the chunk's target and top tokens as token_CJ, the target first."""
+        return torch.cat([self.target_N[chunk, None], self.top_tokens.id_NK[chunk]], dim=1)
 
     def chunks(self, size: int) -> Iterator[slice]:
         num_tokens = self.target_N.numel()
@@ -191,14 +191,14 @@ class _FusedLoss(torch.autograd.Function):
         ctx,
         hidden_NH: Tensor,
         weight_VH: Tensor,
-        tokens: tuple[Tensor, Rivals],
+        tokens: tuple[Tensor, TopTokens],
         loss_fn: TokenLossFn,
         temperature: float,
         need_entropy: bool,
         size: int,
     ):
-        target_N, rivals = tokens
-        head = _Head(hidden_NH, weight_VH, target_N, rivals, temperature)
+        target_N, top_tokens = tokens
+        head = _Head(hidden_NH, weight_VH, target_N, top_tokens, temperature)
         grads = head.grads(*ctx.needs_input_grad[:2])
         logp_N, entropy_N = head.nan_per_token(), head.nan_per_token()
         rival_N, loss = head.nan_per_token(), logp_N.new_zeros(())
@@ -209,7 +209,7 @@ class _FusedLoss(torch.autograd.Function):
             z_CV, reading = head.read(chunk, need_entropy=need_entropy)
             logp_N[chunk], entropy_N[chunk] = reading.logp_CJ[:, 0], reading.entropy_C
             loss_C, dlogp_C, dentropy_C = _pointwise(loss_fn, reading, chunk)
-            weight_CK = rivals.weight_NK[chunk]
+            weight_CK = top_tokens.weight_NK[chunk]
             # Bounded, because a weight of 0 times a log-prob of minus infinity would be NaN.
             rival_N[chunk] = (weight_CK * reading.logp_CJ[:, 1:].clamp(min=_LEAST)).sum(dim=1)
             loss.add_((loss_C - rival_N[chunk]).sum())
@@ -247,7 +247,7 @@ class _TokenLogps(torch.autograd.Function):
         temperature: float,
         size: int,
     ):
-        head = _Head(hidden_NH, weight_VH, target_N, Rivals.none(target_N), temperature)
+        head = _Head(hidden_NH, weight_VH, target_N, TopTokens.none(target_N), temperature)
         logp_N, entropy_N = head.nan_per_token(), head.nan_per_token()
         # No gradient can be formed here: a token's derivative can depend on tokens of later chunks.
         for chunk in head.chunks(size):
@@ -260,7 +260,7 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogp_N: Tensor, dentropy_N: Tensor):  # type: ignore[no-untyped-def]
         hidden_NH, weight_VH, target_N, entropy_N = ctx.saved_tensors
-        head = _Head(hidden_NH, weight_VH, target_N, Rivals.none(target_N), ctx.temperature)
+        head = _Head(hidden_NH, weight_VH, target_N, TopTokens.none(target_N), ctx.temperature)
         grads = head.grads(*ctx.needs_input_grad[:2])
 
         # Logits are computed again: 2NHV more operations, but no [N, V] tensor is kept from forward.
@@ -356,7 +356,7 @@ class Reading(NamedTuple):
     """Result of the first pass over a chunk's logits."""
 
     logp_CJ: Tensor
-    """Log-probs of the target and, after it, of its rivals."""
+    """Log-probs of the target and, after it, of the top tokens in its place."""
     entropy_C: Tensor
     """Entropies; NaN if they were not asked for."""
     normaliser: Normaliser | None

@@ -171,8 +171,8 @@ def save_bad_batch(
 ) -> None:
     """Save the rows of a skipped update for inspection. Raise TrainingError if more than `max_skipped` were skipped.
 
-    `num_skipped` includes this one. It is part of the file name, because an RL step has several updates. So is a rank
-    above 0, whose rows may be others.
+    `step` counts from 1, as in the metrics. `num_skipped` includes this one. It is part of the file name, because an RL
+    step has several updates. So is a rank above 0, whose rows may be others.
     """
     of_rank = f"-rank-{rank}" if rank else ""
     path = folder / f"step-{step:08d}-{num_skipped}{of_rank}.json"

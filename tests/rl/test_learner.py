@@ -257,11 +257,11 @@ def test_each_bad_update_of_a_step_is_kept_and_counted_in_that_step_alone(base: 
     assert [(m["rl/optim/updates"], m["rl/optim/skipped"]) for m in metrics] == [(0, 3), (3, 0), (0, 2)]
     names = sorted(f.name for f in (tmp_path / "skipped").glob("*.json"))
     assert names == [
-        "step-00000000-1.json",
-        "step-00000000-2.json",
-        "step-00000000-3.json",
-        "step-00000002-4.json",
-        "step-00000002-5.json",
+        "step-00000001-1.json",
+        "step-00000001-2.json",
+        "step-00000001-3.json",
+        "step-00000003-4.json",
+        "step-00000003-5.json",
     ]
 
 

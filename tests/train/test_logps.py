@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from klear_core.products import instructions
-from klear_core.train.logps import Rivals, chunk_size, fused_loss, token_logps
+from klear_core.train.logps import TopTokens, chunk_size, fused_loss, token_logps
 
 F64 = torch.float64
 
@@ -57,8 +57,8 @@ def test_a_rival_pulls_like_a_target_of_its_weight():
     """p = 1/4, 3/4; the loss is -0.4 log p_1 beside -log p_0, so dz = 1.4 p - (1, 0.4)."""
     h = torch.tensor([[1.0]], requires_grad=True)
     w = torch.tensor([[0.0], [math.log(3.0)]], requires_grad=True)
-    rivals = Rivals(torch.tensor([[1]]), torch.tensor([[0.4]]))
-    out = fused_loss(h, w, torch.tensor([0]), lambda logp, _e, _w: -logp, rivals=rivals)
+    top_tokens = TopTokens(torch.tensor([[1]]), torch.tensor([[0.4]]))
+    out = fused_loss(h, w, torch.tensor([0]), lambda logp, _e, _w: -logp, top_tokens=top_tokens)
     assert out.rival_N.tolist() == pytest.approx([0.4 * math.log(0.75)])
     assert out.loss.item() == pytest.approx(-math.log(0.25) - 0.4 * math.log(0.75))
     out.loss.backward()
@@ -84,7 +84,7 @@ def test_rivals_equal_plain_float64_also_where_the_target_is_one(temperature, to
         need_entropy=True,
         temperature=temperature,
         max_logits=tokens_per_chunk * 11,
-        rivals=Rivals(ids, weights),
+        top_tokens=TopTokens(ids, weights),
     )
     torch.testing.assert_close(got.loss, want)
     torch.testing.assert_close(torch.autograd.grad(got.loss, (h, w)), want_grads)
