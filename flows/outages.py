@@ -128,20 +128,28 @@ def ask_health() -> Exception | None:
 # A killed run cannot report its end, so Prefect's database in the workspace would show it as Running for ever.
 
 
-_records: dict[Path, ExitStack] = {}
+_records: dict[int, tuple[Path, ExitStack]] = {}
+"""The record of the run that each thread of this process began last."""
 
 
 def record_run(run_id: UUID) -> None:
-    """Write a record of a run of this process; it is locked until the process ends, and removed unless it is killed."""
+    """Write a record of a run of this process; it is removed unless the process is killed.
+
+    It is locked until the process ends or the thread begins another run, because Prefect gets a run's final state only
+    after the run.
+    """
     record = _folder() / str(run_id)
-    if record in _records:
+    before, held = _records.get(threading.get_ident(), (None, ExitStack()))
+    if record == before:
         return
-    held = _records[record] = ExitStack()
+    held.close()
     held.enter_context(
         file_lock(record, on_wait=lambda who: log.info("waiting for %s, which runs the same flow run", who))
     )
     held.callback(record.unlink, missing_ok=True)  # first in, last out: the record goes while it is still locked
-    atexit.register(held.close)  # at exit, because Prefect gets the run's final state only after the run
+    if before is None:
+        atexit.register(held.close)
+    _records[threading.get_ident()] = record, held
 
 
 def close_killed_runs() -> None:

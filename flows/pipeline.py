@@ -234,7 +234,10 @@ def recorded(run: PipelineRun, selection: StageSelection, notifier: Notifier) ->
             why = run.summary if error is None or is_interrupt(error) else f"{type(error).__name__}: {error}"
             recorder.ended(_STATES[tracking.status_now()], why=why, report=report)
             with reporting("nobody could be told of the end of this run"):
-                for event, line in end_news(run.stages, run.artifacts, run.chosen, run.info.started_at, error):
+                made = [stage.name for stage in recorder.record.stages if stage.state == "made"]
+                for event, line in end_news(
+                    run.stages, run.artifacts, run.chosen, run.info.started_at, error, made=made
+                ):
                     link = run.info.run_url or report
                     notifier.tell(
                         News(event=event, run_id=run.info.run_id, run_name=run.info.run_name, line=line, link=link)

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 from uuid import UUID
@@ -23,7 +24,7 @@ from rich.markup import escape
 from flows.environment import StageSelection
 from flows.servers import check_prefect
 from klear_core.artifacts.index import catalog
-from klear_core.artifacts.run_history import CONFIG, LOG, RunHistory, RunRecord
+from klear_core.artifacts.run_history import CONFIG, LOG, SILENT_AFTER, RunHistory, RunRecord
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import ReportJob
@@ -54,9 +55,11 @@ class ShownRun:
     def progress(self) -> str:
         """The stage that runs with what is left of it, or the number of finished stages."""
         r = self.record
-        if r.state == "running" and r.stage:
+        if r.state in ("running", "silent") and r.stage:
             units = f" {r.done:,} of {r.total:,}" if r.total else ""
             left = f", {duration(r.left_s)} left" if r.left_s is not None else ""
+            if r.silence > SILENT_AFTER:  # also of a process on this machine that is stopped or hangs
+                left = f", no sign of life for {r.silence // timedelta(minutes=1):,} min"
             return f"{r.stage}{units}{left}"
         num_done = sum(stage.state != "open" for stage in r.stages)
         where = f", ended in {r.stage}" if r.state != "done" and r.stage else ""

@@ -59,6 +59,7 @@ def _rollouts(artifact: Path) -> Iterator[AnswerTrace]:
         found: dict[str, Value] = {"verdict": shown.outcome.value, "score": shown.score, "reward": shown.reward}
         if shown.parts.is_positive is not None:
             found["right_and_well_formed"] = shown.parts.is_positive
+        found |= {f"reward_term/{name}": value for name, value in shown.parts.terms.items()}
         found |= {f"reward/{name}": value for name, value in shown.parts.custom.items() if value is not None}
         yield AnswerTrace(
             name=f"rollout, step {shown.step}",

@@ -171,8 +171,13 @@ def end_news(
     chosen: Collection[str],
     started_at: datetime,
     error: BaseException | None,
+    *,
+    made: Collection[str],
 ) -> Iterator[tuple[NotifyEvent, str]]:
-    """Yield what somebody is told of a run that ends, with the line that matters; a person who cancels it knows."""
+    """Yield what somebody is told of a run that ends, with the line that matters; a person who cancels it knows.
+
+    `made` are the stages that this attempt made; those of an earlier one, which was killed, are known by their age.
+    """
     from klear_core.evaluate.compare.promotion import read_decision
 
     if isinstance(error, Exception) and not is_interrupt(error):
@@ -185,7 +190,7 @@ def end_news(
         ref = artifacts.get(stage.name)
         if ref is None:
             continue
-        is_new = ref.created_at >= started_at
+        is_new = stage.name in made or ref.created_at >= started_at
         if stage.kind == PromoteJob.kind and is_new:
             decision = read_decision(ref.path)
             yield "promoted" if decision.is_passed else "refused", decision.sentence

@@ -28,7 +28,7 @@ RUNS = "history"
 """Folder of a workspace with a folder for each run."""
 RECORD, CONFIG, LOG, LOCK = "record.json", "config.json", "log", "lock"
 SILENT_AFTER = timedelta(minutes=5)
-"""Time without a sign of life of a run on another machine, which writes one every minute to the shared store."""
+"""Time without a sign of life of a run on another machine, which writes one every minute."""
 GIVEN_UP_AFTER = timedelta(days=1)
 """Time after which a silent run on another machine counts as dead, whatever the clocks of the two machines say."""
 
@@ -107,10 +107,14 @@ class RunRecord(Settings):
         return sum(stage.num_gpus * stage.wall_s for stage in self.stages) / 3600
 
     @property
+    def silence(self) -> timedelta:
+        """Time since it wrote something."""
+        return datetime.now(UTC) - self.updated_at
+
+    @property
     def is_live(self) -> bool:
         """Whether it may still need its artifacts now: a silent one counts for a day."""
-        is_recent = datetime.now(UTC) - self.updated_at < GIVEN_UP_AFTER
-        return self.state == "running" or (self.state == "silent" and is_recent)
+        return self.state == "running" or (self.state == "silent" and self.silence < GIVEN_UP_AFTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +190,13 @@ class RunHistory:
     def _now(self, record: RunRecord) -> RunRecord:
         if record.state != "running":
             return record
-        if self.folder(record.run_id).is_dir():
-            if record.host != os.uname().nodename or is_locked(self.folder(record.run_id) / LOCK):
+        if record.host == os.uname().nodename and self.folder(record.run_id).is_dir():
+            if is_locked(self.folder(record.run_id) / LOCK):
                 return record
             # Read again: it may have ended well between the two looks, and says so before it gives the lock back.
             latest = _parsed(_Local(self.root).read(record.run_id) or {}) or record
             return latest.model_copy(update={"state": "killed"}) if latest.state == "running" else latest
-        is_silent = datetime.now(UTC) - record.updated_at > SILENT_AFTER
-        return record.model_copy(update={"state": "silent"}) if is_silent else record
+        return record.model_copy(update={"state": "silent"}) if record.silence > SILENT_AFTER else record
 
     # ---- pins ----
 

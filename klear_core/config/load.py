@@ -154,9 +154,14 @@ def validate(settings: Mapping[str, Any], *, origin: str) -> PipelineConfig:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> Tree:
-    """Add the default `kind` of every tagged union to partial settings, so that their tables need not name it."""
+    """Add the default `kind` of every tagged union to partial settings, so that their tables need not name it.
+
+    An optional section that is "none" is left out: so a profile has none that the one it extends has.
+    """
+    optional = _optional_sections()
+    settings = {key: value for key, value in settings.items() if not (key in optional and value == "none")}
     # An optional section that is left out stays out: with a kind in it, its stage would run.
-    absent = [key for key in _optional_sections() if not isinstance(settings.get(key), Mapping)]
+    absent = [key for key in optional if not isinstance(settings.get(key), Mapping)]
     kinds = {key: value for key, value in _default_kinds().items() if key not in absent}
     return overlay(kinds, settings)
 

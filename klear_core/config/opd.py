@@ -20,7 +20,7 @@ from klear_core.config.evaluate import (
 from klear_core.config.losses import GppoConfig, GspoConfig, LossConfig, TrmConfig
 from klear_core.config.rl import DistillTermConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
 from klear_core.config.settings import Precision, Settings
-from klear_core.config.train import GivenModel, LoraConfig, SftConfig, TinyModelConfig, TrainRuntime
+from klear_core.config.train import GivenModel, LoraConfig, ModelConfig, SftConfig, TinyModelConfig, TrainRuntime
 
 
 class OpdRolloutsConfig(Settings):
@@ -45,10 +45,10 @@ class GivenTeacher(Settings):
 
 
 class TrainedTeacher(Settings):
-    """A model built and fine-tuned here, on the traces that the student learns from: for tests and demonstrations."""
+    """A model fine-tuned here, on the traces that the student learns from: larger, or trained for longer."""
 
     kind: Literal["trained"] = "trained"
-    model: TinyModelConfig = TinyModelConfig()
+    model: ModelConfig = TinyModelConfig()
     sft: SftConfig = SftConfig()
 
 

@@ -454,6 +454,18 @@ class StageJudges(Settings):
     """Judging of benchmark answers. By default programs are judged as LiveCodeBench does, whatever `[verify]` says."""
 
 
+def own_benchmark_settings(verify: VerifyConfig) -> dict[str, Any]:
+    """Return those of complete judge settings that evaluation does not take from `[verify]`, as `[judge.evaluate]`."""
+    settings = verify.model_dump(mode="json")
+    return {name: {key: settings[name][key] for key in of} for name, of in _BENCHMARK_DEFAULTS.items()}
+
+
+def has_benchmark_default(key: str) -> bool:
+    """Return whether evaluation has a value of its own for a setting `section.name` of `[verify]`."""
+    section, _, name = key.partition(".")
+    return name in _BENCHMARK_DEFAULTS.get(section, ())
+
+
 def judge_of(stage: JudgedStage, common: VerifyConfig, judges: StageJudges) -> VerifyConfig:
     """Return the complete judge settings of a stage: its own over its defaults over the common ones."""
     own: Settings = getattr(judges, stage)

@@ -252,7 +252,7 @@ class StepLog:
         self._watch.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
         is_last = progress.step == cfg.num_steps
         if is_last or (progress.step - 1) % max(1, cfg.num_steps // _NUM_SHOWN) == 0:
-            save_shown(self._shown, collected.groups, step=progress.step)
+            save_shown(self._shown, collected.groups, cfg, step=progress.step)
 
     def keep(self) -> None:
         """Send what was logged to the shared store, if there is one, for a node that goes on after this one."""

@@ -182,6 +182,26 @@ def has_advantage(rollouts: Sequence[Rollout], cfg: RlConfig) -> bool:
     return any(max(values_G) - min(values_G) >= SAME_REWARD for values_G in values_KG)
 
 
+def terms_of(rollout: Rollout, cfg: RlConfig) -> dict[str, float]:
+    """Return the terms of a reward by what they are for; their sum is the reward.
+
+    `format` replaces `answer` where a tag is missing, `custom` is the weighted sum of the user's rewards.
+    """
+    first = reward_of(rollout.completion, rollout.verdict, cfg.reward)
+    is_formed = is_well_formed(rollout.completion, cfg.reward)
+    custom = custom_reward(rollout.custom_rewards, cfg.reward)
+    max_new_tokens = cfg.rollout.sampling.max_new_tokens
+    overlong = -overlong_penalty(len(rollout.completion.token_ids), max_new_tokens, cfg.overlong)
+    return {
+        "answer": first if is_formed else 0.0,
+        "format": 0.0 if is_formed else first,
+        "custom": custom,
+        "overlong": overlong,
+        # The cost of a token depends on the group's pass rate, see `complete_rewards`: the rest of the sum.
+        "length": rollout.reward - first - custom - overlong if cfg.reward.length_coef else 0.0,
+    }
+
+
 def _reward_parts(rollout: Rollout, cfg: RewardConfig) -> list[float]:
     """Return the parts of a reward without their weights, in the order of `_part_weights`."""
     verdict = reward_of(rollout.completion, rollout.verdict, cfg)

@@ -23,7 +23,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
 from klear_core.rl.groups import TRAINED
 from klear_core.rl.losses import TokenLoss, TrainBatch
-from klear_core.rl.rewards import is_well_formed
+from klear_core.rl.rewards import is_well_formed, terms_of
 from klear_core.rl.stream import POOL_UNIT, POOLS
 from klear_core.train.distributed import World
 from klear_core.types import Completion, FinishReason, Outcome, Rollout, RolloutGroup
@@ -174,6 +174,8 @@ class RewardParts:
     """Whether the answer is right and well-formed; None in artifacts of earlier versions."""
     custom: Mapping[str, float | None] = field(default_factory=dict)
     """Values of the user's rewards without their weights; None for one that failed."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Terms that add up to the reward, see `rewards.terms_of`; empty in artifacts of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,10 +276,16 @@ def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def save_shown(
-    folder: Path, groups: Sequence[RolloutGroup], *, step: int, num_groups: int = 2, num_samples: int = 2
+    folder: Path,
+    groups: Sequence[RolloutGroup],
+    cfg: RlConfig,
+    *,
+    step: int,
+    num_groups: int = 2,
+    num_samples: int = 2,
 ) -> None:
     """Save the first answers of a step in a separate shard, so that a rerun of the step replaces it."""
-    shown = [_shown(step, g, r) for g in groups[:num_groups] for r in g.rollouts[:num_samples]]
+    shown = [_shown(step, g, r, cfg) for g in groups[:num_groups] for r in g.rollouts[:num_samples]]
     write_shard(folder / f"{step:08d}.parquet", shown)
 
 
@@ -295,7 +303,7 @@ def last_shown(folder: Path) -> str:
     return ""
 
 
-def _shown(step: int, group: RolloutGroup, rollout: Rollout) -> ShownRollout:
+def _shown(step: int, group: RolloutGroup, rollout: Rollout, cfg: RlConfig) -> ShownRollout:
     return ShownRollout(
         step=step,
         problem_id=group.problem.problem_id,
@@ -306,7 +314,9 @@ def _shown(step: int, group: RolloutGroup, rollout: Rollout) -> ShownRollout:
         outcome=rollout.verdict.outcome,
         score=rollout.verdict.score,
         reward=rollout.reward,
-        parts=RewardParts(is_positive=rollout.is_positive, custom=dict(rollout.custom_rewards)),
+        parts=RewardParts(
+            is_positive=rollout.is_positive, custom=dict(rollout.custom_rewards), terms=terms_of(rollout, cfg)
+        ),
     )
 
 

@@ -22,6 +22,7 @@ def test_the_profiles_are_these() -> None:
         "desk_ci",
         "klear_8b",
         "klear_8b_64k",
+        "klear_8b_opd",
         "klear_8b_script",
         "laptop",
         "laptop_opd",
@@ -31,6 +32,7 @@ def test_the_profiles_are_these() -> None:
         "smoke",
         "smol",
         "smol_ci",
+        "smol_opd",
     ]
 
 
@@ -70,6 +72,14 @@ def test_a_profile_names_those_that_it_extends(tmp_path: Path) -> None:
     _profile(tmp_path / "b", 'extends = "../a"')
     assert extended_by(_profile(tmp_path / "c", 'extends = "../b"')) == ("b", "a")
     assert extended_by(tmp_path / "a") == ()
+
+
+def test_a_profile_leaves_out_a_section_that_the_extended_one_has(tmp_path: Path) -> None:
+    _profile(tmp_path / "base", "[rl_code]\nnum_steps = 3\n[tag]\nsamples_per_problem = 4")
+    over = load_profile(_profile(tmp_path / "over", 'extends = "../base"\nrl_code = "none"'))
+    assert over.rl_code is None
+    assert over.tag is not None
+    assert load_profile(tmp_path / "base", ["tag=none"]).tag is None
 
 
 def test_profiles_in_a_circle_are_refused(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ import pytest
 from klear_command import ROOT, Command, start
 from object_server import object_server
 from processes import title
-from small_runs import BEFORE_SFT, GONE_IN_S, Run, begin_with, made, until_it_trains, weights, work
+from small_runs import BEFORE_SFT, GONE_IN_S, Run, assert_same, begin_with, made, until_it_trains, weights, work
 
 from flows.runs import cancel
 from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.files import write_whole
 from klear_core.artifacts.manifest import read_manifest, write_manifest
 from klear_core.artifacts.run_history import RunHistory
 
@@ -128,6 +129,26 @@ def kill_of_ray(command: Command, server: str) -> None:
     victims = [p for p in children if Path((title(p).split() or [""])[0]).name == server]
     assert len(victims) == 1, [title(p)[:80] for p in children]
     victims[0].kill()
+
+
+# ---- the clock ----
+
+
+@pytest.mark.bench
+def test_a_clock_that_is_set_back_and_forth_changes_nothing(run: Run, tmp_path: Path, straight: Path):
+    """Needs gcc. Monotonic time goes on, as when somebody sets the clock of a machine."""
+    workspace, library, clock = tmp_path / "ws", tmp_path / "clock.so", tmp_path / "offset"
+    source = Path(__file__).parent / "clock.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    write_whole(clock, b"0")
+    begin_with(straight, workspace, *BEFORE_SFT)
+    command = run("--until", "sft", LD_PRELOAD=str(library), CLOCK_OFFSET=str(clock))
+    for offset in (b"-7200", b"7200"):
+        until_it_trains(command, workspace, "sft")
+        write_whole(clock, offset)
+    assert command.wait() == 0, command.output
+    assert command.left_over(within_s=GONE_IN_S) == []
+    assert_same(workspace, straight, "sft", attempts=1)
 
 
 # ---- the store ----

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from uuid import UUID
 
-from flows.outages import killed_runs
+import pytest
+
+from flows.outages import killed_runs, record_run
 
 RUN = "5f2c0000-0000-0000-0000-000000000001"
 HOLD = f"""
@@ -50,6 +53,18 @@ def test_a_run_that_ended_by_itself_leaves_nothing(tmp_path: Path):
         process.communicate()
         assert process.returncode == 0
     assert list((tmp_path / "klear-runs").iterdir()) == []
+
+
+def test_a_process_that_runs_again_and_again_holds_the_record_of_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    folder, before = tmp_path / "klear-runs", len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        record_run(UUID(int=number))
+        assert [file.name for file in folder.iterdir()] == [str(UUID(int=number))]
+        assert killed_runs(folder) == []
+        assert len(os.listdir("/proc/self/fd")) == before + 1
 
 
 def test_a_record_that_is_just_being_made_is_no_killed_run(tmp_path: Path):

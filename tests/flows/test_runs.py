@@ -95,6 +95,28 @@ def test_a_run_of_another_node_is_seen_through_the_store_and_is_silent_without_a
     assert not silent.model_copy(update={"updated_at": NOW - timedelta(days=2)}).is_live
 
 
+def test_a_run_of_another_node_in_a_shared_folder_is_silent_too(tmp_path: Path):
+    """Nobody here can ask whether its process lives."""
+    now = datetime.now(UTC)
+    put(
+        tmp_path,
+        record(1, state="running", host="node7", updated_at=now),
+        record(2, state="running", host="node7", updated_at=now - timedelta(minutes=6), stage="rl", left_s=9),
+    )
+    assert states(tmp_path) == {"smoke-seed2": "silent", "smoke-seed1": "running"}
+    silent = next(run for run in list_runs(tmp_path) if run.record.state == "silent")
+    assert silent.progress.startswith("rl, no sign of life for ")
+
+
+def test_a_run_whose_process_is_stopped_says_so_in_place_of_the_time_that_is_left(tmp_path: Path):
+    stopped = {"stage": "rl", "done": 3, "total": 9, "left_s": 9.0, "state": "running"}
+    put(tmp_path, record(1, **stopped, updated_at=datetime.now(UTC) - timedelta(minutes=13)))
+    with file_lock(RunHistory.of(tmp_path).folder(record(1).run_id) / LOCK, on_wait=print):
+        (run,) = list_runs(tmp_path)
+    assert run.record.state == "running"
+    assert run.progress.startswith("rl 3 of 9, no sign of life for ")
+
+
 def test_runs_go_by_the_settings_in_which_they_differ_from_others_of_their_profile():
     runs = [
         record(1, settings={"seed": "1", "sft.max_steps": "20"}),
@@ -115,6 +137,7 @@ def test_the_lines_of_a_run_say_how_far_it_is_what_it_scored_and_cost_and_why_it
     stage = RunStage(name="rl", kind="rl", num_gpus=4, state="made", wall_s=5400)
     score = RunScore(model="rl", benchmark="aime24", num_samples=4, value=0.671, low=0.61, high=0.732)
     running = {"state": "running", "stage": "evaluate_rl", "done": 34, "total": 80, "left_s": 840.0}
+    running["updated_at"] = datetime.now(UTC)
     put(tmp_path, record(1, stages=(stage,), scores=(score,), gpu_busy=0.83, price_per_gpu_hour=2.5, **running))
     history = RunHistory.of(tmp_path)
     with file_lock(history.folder(record(1).run_id) / LOCK, on_wait=print):
@@ -278,6 +301,21 @@ def test_a_run_that_reaches_a_limit_ends_itself_and_its_record_says_why(tmp_path
         signal.signal(signal.SIGTERM, handler)
     own.ended("cancelled")
     assert own.record.why == why
+
+
+@pytest.mark.parametrize("told", ["echo '[N/A]'", "exit 9"])  # of a GPU in parts (MIG); the driver does not answer
+def test_a_run_whose_gpus_cannot_be_looked_at_is_not_ended_as_idle_and_says_so(tmp_path, monkeypatch, caplog, told):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{told}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    limits = SubmitConfig(idle_kill="10%/30s")
+    own = RunRecorder(record(1), RunHistory.of(tmp_path), (), limits=limits)
+    with own.recording(PipelineConfig()):
+        deadline = time.monotonic() + 60
+        while "idle_kill ends nothing" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert own.record.gpu_busy is None
 
 
 # ---- one run ----

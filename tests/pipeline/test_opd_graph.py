@@ -149,6 +149,13 @@ def test_settings_that_contradict_each_other_are_refused(
         config(opd, **changes)
 
 
+@pytest.mark.usefixtures("no_hub")
+def test_tokens_that_the_hub_cannot_show_now_are_compared_before_the_teacher_is_loaded(tmp_path: Path) -> None:
+    runtime = {"cache_dir": str(tmp_path / "cache")}
+    away = {"kind": "given", "model": {"repo": "Qwen/Teacher-30B", "revision": "0" * 40, "runtime": runtime}}
+    assert list(token_problems(PendingWork.of(config({"teacher": {"source": away}}), None, ()))) == []
+
+
 def http(model: str) -> dict[str, object]:
     return {"teacher": {"kind": "http", "base_url": "http://localhost/v1", "model": model}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 from statistics import fmean, pstdev
 
@@ -24,7 +25,14 @@ from klear_core.config.rewards import (
 )
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.rl.groups import keep_informative
-from klear_core.rl.rewards import advantages, complete_rewards, custom_reward, group_advantages, reward_of
+from klear_core.rl.rewards import (
+    advantages,
+    complete_rewards,
+    custom_reward,
+    group_advantages,
+    reward_of,
+    terms_of,
+)
 from klear_core.types import Completion, Outcome, Rollout, RolloutGroup, Verdict
 
 PAPER, CODE, DR = GrpoAdvantage(std="population"), GrpoAdvantage(std="sample"), GrpoAdvantage(std="none")
@@ -184,8 +192,14 @@ def test_length_costs_as_much_as_the_group_is_right() -> None:
     cfg = RlConfig(reward=rewards, rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=8)))
 
     def rewards_of(*scores_and_lengths: tuple[float, int]) -> list[float]:
-        rollouts = [rollout(score, 0, rewards, num_tokens=length) for score, length in scores_and_lengths]
-        return [r.reward for r in complete_rewards(rollouts, cfg)]
+        rollouts = [
+            replace(rollout(score, 0, rewards, num_tokens=length), custom_rewards={})
+            for score, length in scores_and_lengths
+        ]
+        completed = complete_rewards(rollouts, cfg)
+        assert [sum(terms_of(r, cfg).values()) for r in completed] == pytest.approx([r.reward for r in completed])
+        assert [terms_of(r, cfg)["answer"] for r in completed] == [r.reward for r in rollouts]
+        return [r.reward for r in completed]
 
     assert rewards_of((1, 8), (1, 2)) == pytest.approx([1 - 0.4, 1 - 0.1])
     assert rewards_of((1, 4), (0, 8)) == pytest.approx([1 - 0.5 * 0.2, -1 - 0.5 * 0.4])

@@ -14,7 +14,7 @@ from klear_core.types import Completion, Outcome, Verdict
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMOKE = CONFIGS / "smoke"
-OF_THE_PAPER = {"klear_8b", "klear_8b_64k", "klear_8b_script", "node_8"}
+OF_THE_PAPER = {"klear_8b", "klear_8b_64k", "klear_8b_opd", "klear_8b_script", "node_8"}
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0)
 WRONG = Verdict(outcome=Outcome.SCORED, score=0.0)
 NOTHING = Verdict(outcome=Outcome.NO_ANSWER, score=0.0)

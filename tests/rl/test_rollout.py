@@ -18,6 +18,7 @@ from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams
 from klear_core.prompts import build_byte_tokenizer, load_tokenizer
+from klear_core.rl.rewards import terms_of
 from klear_core.rl.rollout import Collector, Sampler, StepRollouts
 from klear_core.rl.stream import PromptStream
 from klear_core.train.base_model import model_folder
@@ -184,6 +185,8 @@ def test_length_penalty_comes_off_the_reward(tokenizer: object) -> None:
     assert {(r.reward, r.is_positive) for g in collected.groups for r in g.rollouts} == {
         (1 - 0.8 * 3 / 4, True)
     }  # and is no format fault
+    terms = terms_of(collected.groups[0].rollouts[0], cfg)
+    assert terms == {"answer": 1, "format": 0, "custom": 0, "overlong": -0.8 * 3 / 4, "length": 0}
 
 
 def test_a_right_answer_without_tags_is_rewarded_as_such_and_not_positive(tokenizer: object) -> None:
@@ -192,6 +195,8 @@ def test_a_right_answer_without_tags_is_rewarded_as_such_and_not_positive(tokeni
     assert {(r.verdict.is_correct, r.reward, r.is_positive) for g in collected.groups for r in g.rollouts} == {
         (True, -2.0, False)
     }
+    terms = terms_of(collected.groups[0].rollouts[0], cfg)
+    assert terms == {"answer": 0, "format": -2.0, "custom": 0, "overlong": 0, "length": 0}
 
 
 def failing_judge(error: Exception) -> Callable[[Problem, str], object]:

@@ -36,7 +36,8 @@ def answer(text: str, *, score: float) -> EvalSample:
 
 
 def test_a_rollout_has_its_verdict_and_all_parts_of_its_reward(tmp_path: Path) -> None:
-    parts = RewardParts(is_positive=True, custom={"brief": -0.25, "failed": None})
+    terms = {"answer": 1.0, "format": 0.0, "custom": -0.125, "overlong": -0.125, "length": 0.0}
+    parts = RewardParts(is_positive=True, custom={"brief": -0.25, "failed": None}, terms=terms)
     write_shard(tmp_path / SHOWN_FILE, [rollout(3, parts)])
     [trace] = answer_traces(tmp_path)
     assert (trace.name, trace.question, trace.answers) == (
@@ -44,6 +45,8 @@ def test_a_rollout_has_its_verdict_and_all_parts_of_its_reward(tmp_path: Path) -
     )  # fmt: skip
     assert trace.found == {
         "verdict": "scored", "score": 1.0, "reward": 0.75, "right_and_well_formed": True, "reward/brief": -0.25,
+        "reward_term/answer": 1.0, "reward_term/format": 0.0, "reward_term/custom": -0.125,
+        "reward_term/overlong": -0.125, "reward_term/length": 0.0,
     }  # fmt: skip
 
 

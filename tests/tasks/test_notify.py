@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
@@ -15,11 +16,14 @@ from webhook import Receiver, receiving
 
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.artifacts.run_history import RunRecord, RunStage
-from klear_core.config.pipeline import NotifyConfig, PipelineConfig
+from klear_core.config.load import load_profile
+from klear_core.config.pipeline import NotifyConfig, NotifyEvent, PromoteConfig
 from klear_core.errors import ConfigError, DataError, DiskFullError, ResourceError
+from klear_core.evaluate.compare.promotion import DECISION_FILE, Contender, Decision
 from klear_core.pipeline.graph import stages_of
 from tasks.notify import News, Notifier, RunWatch, disk_news, end_news, losses, open_notifier
 
+SMOKE = Path(__file__).parents[2] / "configs" / "smoke"
 SECRET = "hook-secret-123"
 NEWS = News(event="failed", run_id="3f2a91bc-1", run_name="laptop-seed1", line="rl: lost", link="http://p/runs/1")
 NOW = datetime.now(UTC)
@@ -46,6 +50,14 @@ def test_a_notification_block_of_prefect_is_notified(receiver: Receiver) -> None
     )
     Notifier(NotifyConfig(), blocks=[block]).tell(NEWS)
     assert receiver.got == [{"s": "laptop-seed1 failed", "b": "rl: lost\nhttp://p/runs/1\nklear runs logs 3f2a91bc"}]
+
+
+@pytest.mark.parametrize("event", get_args(NotifyEvent))
+def test_every_event_reaches_a_receiver_under_a_title_of_its_own(receiver: Receiver, event: NotifyEvent) -> None:
+    Notifier(NotifyConfig(), webhook=receiver.url).tell(replace(NEWS, event=event))
+    assert [(got["event"], got["line"]) for got in receiver.got] == [(event, "rl: lost")]
+    titles = {replace(NEWS, event=each).title for each in get_args(NotifyEvent)}
+    assert len(titles) == len(get_args(NotifyEvent)) == 7
 
 
 def test_only_the_events_that_were_asked_for_are_told(receiver: Receiver) -> None:
@@ -84,10 +96,10 @@ def test_a_receiver_that_is_not_there_is_refused_before_the_first_stage(
 # ---- events ----
 
 
-def ends(error: BaseException | None, **artifacts: ArtifactRef) -> list[tuple[str, str]]:
-    stages = stages_of(PipelineConfig())
+def ends(error: BaseException | None, *, made: tuple[str, ...] = (), **artifacts: ArtifactRef) -> list[tuple[str, str]]:
+    stages = stages_of(load_profile(SMOKE, ['promote={first="any"}']))
     chosen = [stage.name for stage in stages]
-    return list(end_news(stages, artifacts, chosen, NOW - timedelta(hours=1), error))
+    return list(end_news(stages, artifacts, chosen, NOW - timedelta(hours=1), error, made=made))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +121,21 @@ def test_an_error_that_only_a_person_can_mend_waits_for_one(error: Exception, ev
 def test_nobody_is_told_of_a_run_that_ended_well_or_was_cancelled() -> None:
     assert ends(None) == []
     assert ends(KeyboardInterrupt()) == []
+
+
+@pytest.mark.parametrize(("is_passed", "event"), [(True, "promoted"), (False, "refused")])
+def test_a_decision_is_told_once_by_the_run_that_made_it(is_passed: bool, event: str, tmp_path: Path) -> None:
+    decision = Decision(
+        is_passed=is_passed, sentence="rl b is decided", rival=None, rival_is="nobody", rule=PromoteConfig(),
+        candidate=Contender(model="rl/b", evaluation="evaluate/b", run="r1"), checks=(), comparisons=(), shared=(),
+    )  # fmt: skip
+    (tmp_path / DECISION_FILE).write_text(decision.model_dump_json())
+    fields = {"kind": "promote", "fingerprint": "f" * 20, "uri": tmp_path.as_uri(), "counts": {}}
+    fresh = ArtifactRef(**fields, created_at=NOW)
+    old = ArtifactRef(**fields, created_at=NOW - timedelta(days=1))
+    assert ends(None, promote=fresh) == [(event, "rl b is decided")]
+    assert ends(None, promote=old) == []
+    assert ends(None, promote=old, made=("promote",)) == [(event, "rl b is decided")]  # a clock that was set back
 
 
 def scores(root: Path, seed: int, verdicts: list[Any]) -> ArtifactRef:
@@ -139,6 +166,11 @@ def test_a_spent_budget_is_told_once(receiver: Receiver, tmp_path: Path) -> None
     assert [(got["event"], got["line"]) for got in receiver.got] == [("budget", "11.1 GPU-hours, the limit is 10")]
 
 
-def test_a_disk_that_is_fuller_than_the_limit_is_told_with_the_remedy(tmp_path: Path) -> None:
+def test_a_disk_that_is_fuller_than_the_limit_is_told_once_with_the_remedy(receiver: Receiver, tmp_path: Path) -> None:
     assert "klear gc" in disk_news(tmp_path, 1e-9)
     assert disk_news(tmp_path, 1 - 1e-9) == ""
+    cfg = NotifyConfig(disk_above=1e-9)
+    watch = RunWatch(Notifier(cfg, webhook=receiver.url), cfg, tmp_path)
+    for _ in range(2):
+        watch.look(record(1))
+    assert [(got["event"], "klear gc" in got["line"]) for got in receiver.got] == [("disk", True)]

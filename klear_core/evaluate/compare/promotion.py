@@ -367,9 +367,9 @@ def better(
 ) -> Check:
     """Return whether a gain is shown where the model was not chosen, by test and interval, each corrected.
 
-    `together` is the comparison over the problems of all benchmarks that count. The test alone would call a model
-    better that loses a few problems entirely and gains little on the others, if none of the few was drawn. It is
-    inconclusive if the interval of a benchmark that counts allows for a gain.
+    `together` is the comparison over the problems of all benchmarks that count: many problems exclude rare losses,
+    which few do not. The test alone would call a model better that loses a few problems entirely and gains little on
+    the others, if none of the few was drawn. Inconclusive if the interval of a counting benchmark allows for a gain.
     """
     counted = [c for c in comparisons if c.benchmark not in chosen_on]
     asked = [*counted, together] if together else counted

@@ -4,7 +4,8 @@ Two intervals belong to each score, because it can be asked for two things:
 
 - re-run: the score that these problems would have if each were sampled infinitely often. Its only noise is that of
   sampling. Published scores are compared with it, and it has no meaning for greedy decoding.
-- new problems: the score on all problems of this kind, of which these are a random draw. Models are compared with it.
+- new problems: the score on all problems of this kind, of which these are a random draw. Which of two models is better,
+  a test decides (`significance.py`).
 
 The unit of the second is the problem, because samples of one problem are correlated; where problems come in clusters
 (the problems of a contest, of a subject, of a template), it is the cluster. No interval over problems can be narrow and
@@ -402,8 +403,8 @@ def g_pass_at_k(num_samples: int, num_correct: int, k: int, *, threshold: float)
 def maj_at_n(answers: Sequence[str | None], is_correct: Sequence[bool]) -> Fraction:
     """Return maj@n of one problem: the share of right samples among those that gave the most common answer.
 
-    `answers` are normalised texts; None, no answer, gets no vote. Of several most common answers each is chosen with
-    the same chance. 0 if no sample has an answer.
+    `answers` are votes: samples with equal ones voted alike; None, no answer, gets no vote. Of several most common
+    votes each is chosen with the same chance. 0 if no sample has an answer.
     """
     assert len(answers) == len(is_correct), (len(answers), len(is_correct))
     votes = Counter(a for a in answers if a is not None)

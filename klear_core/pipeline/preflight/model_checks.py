@@ -59,12 +59,17 @@ def model_problems(work: PendingWork) -> Iterator[str]:
 def token_problems(work: PendingWork) -> Iterator[str]:
     """Find a teacher of on-policy distillation whose tokens are not the student's: nothing could be learned."""
     for key, source in _teachers(work):
+        student = work.config.start_model
         teacher = source.model.as_model() if isinstance(source, GivenTeacher) else source.model
+        if student == teacher:
+            continue
         try:
-            student_ids, teacher_ids = _token_ids(work.config.start_model), _token_ids(teacher)
+            student_ids, teacher_ids = _token_ids(student), _token_ids(teacher)
         except ConfigError as e:
             yield f"{key}: {e}"
             continue
+        except ResourceError:
+            continue  # the Hub cannot be reached, which `model_problems` says
         # What cannot be compared here is compared before the teacher is loaded.
         if student_ids is not None and teacher_ids is not None:
             note = different_tokens(student_ids, teacher_ids)

@@ -24,6 +24,7 @@ from statistics import linear_regression, median, quantiles
 
 import httpx
 import psutil
+import yaml
 
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("flows", "drills", ".")]
@@ -50,7 +51,12 @@ Row = Mapping[str, object]
 
 def measure() -> list[Row]:
     """Return the rows of all three, or of those that $PARTS names."""
-    parts: dict[str, Callable[[], list[Row]]] = {"runs": many_runs, "day": day_of_retraining, "loop": smoke_in_a_loop}
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "runs": many_runs,
+        "worker": runs_of_a_worker,
+        "day": day_of_retraining,
+        "loop": smoke_in_a_loop,
+    }
     wanted = os.environ.get("PARTS", " ".join(parts)).split()
     return [row for name in wanted for row in parts[name]()]
 
@@ -79,44 +85,75 @@ for seed in range(first, first + number):
 """
 
 
-def many_runs() -> list[Row]:
-    """Run a flow of one short stage again and again, in several processes at once, with the sweeper beside them."""
-    each = scaled(NUM_RUNS // NUM_CLIENTS, at_least=1)
+@contextmanager
+def team_server() -> Iterator[tuple[Server, Path]]:
+    """Yield a server on PostgreSQL and Redis with worker and sweeper, and a folder with a flow of one short stage."""
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         folder = Path(scratch)
         (folder / "drill.py").write_text(FLOW)
         (folder / "prefect").mkdir()
         databases = Databases(Path(shared))
         try:
-            with server_and_worker(folder / "prefect", limit=None, settings=databases.settings) as server:
+            with server_and_worker(folder / "prefect", limit=NUM_CLIENTS, settings=databases.settings) as server:
                 server.start_sweeper()
-                return run_all(server, folder, each)
+                for i in range(NUM_CLIENTS):
+                    (folder / f"client{i}").mkdir()
+                    (folder / f"client{i}" / "go").touch()  # its stage ends after one step
+                yield server, folder
         finally:
             databases.kill()
 
 
-def run_all(server: Server, folder: Path, each: int) -> list[Row]:
-    """Let all clients make their runs, and watch the server meanwhile."""
-    num = each * NUM_CLIENTS
-    usage = Usage(server.processes["server"].pid)
-    begin, started = usage.now(), time.monotonic()
-    clients = []
-    with polled(f"{server.url}/flow_runs/filter") as answers:
+def many_runs() -> list[Row]:
+    """Run the flow again and again, in several processes at once."""
+    each = scaled(NUM_RUNS // NUM_CLIENTS, at_least=1)
+
+    def run(server: Server, folder: Path) -> None:
+        clients = []
         for i in range(NUM_CLIENTS):
-            root = folder / f"client{i}"
-            root.mkdir()
-            (root / "go").touch()  # its stage ends after one step
-            command = [sys.executable, "-c", CLIENT, str(root), str(i * each), str(each)]
+            command = [sys.executable, "-c", CLIENT, str(folder / f"client{i}"), str(i * each), str(each)]
             with (folder / f"client{i}.log").open("wb") as out:
                 clients.append(subprocess.Popen(command, cwd=folder, env=server.env, stdout=out, stderr=out))
         statuses = [client.wait() for client in clients]
-    if any(statuses):
-        raise RuntimeError("".join(log.read_text()[-2000:] for log in folder.glob("client*.log")))
+        if any(statuses):
+            raise RuntimeError("".join(log.read_text()[-2000:] for log in folder.glob("client*.log")))
+
+    num = each * NUM_CLIENTS
+    with team_server() as (server, folder):
+        return watched(run, server, folder, num, name=f"{num} runs, {NUM_CLIENTS} at a time")
+
+
+def runs_of_a_worker() -> list[Row]:
+    """Ask for all runs of a deployment at once; a process worker carries them out, each in a process of its own."""
+    num = scaled(NUM_RUNS, at_least=1)
+
+    def run(server: Server, folder: Path) -> None:
+        pool = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["pool"]
+        deployment = {"name": "plain", "entrypoint": "drill.py:drill", "work_pool": pool}
+        (folder / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [deployment]}))
+        server.prefect("deploy", "--all", cwd=folder)
+        ids = []
+        for seed in range(num):
+            root = str(folder / f"client{seed % NUM_CLIENTS}")
+            settings = {"name": f"run{seed}", "seed": seed, "workspace": {"root": root}}
+            ids.append(server.start_run("drill", "plain", {"settings": settings}))
+        for run_id in ids:
+            server.wait(run_id, timeout_s=4 * 3600)
+
+    with team_server() as (server, folder):
+        return watched(run, server, folder, num, name=f"{num} runs of a worker, {NUM_CLIENTS} at a time")
+
+
+def watched(run: Callable[[Server, Path], None], server: Server, folder: Path, num: int, *, name: str) -> list[Row]:
+    """Let all runs be made, and watch the server meanwhile."""
+    usage = Usage(server.processes["server"].pid)
+    begin, started = usage.now(), time.monotonic()
+    with polled(f"{server.url}/flow_runs/filter") as answers:
+        run(server, folder)
     wall_s, end = time.monotonic() - started, usage.now()
-    states = [run["state_name"] for page in range(0, num, 100) for run in runs_from(server, page)]
+    states = [each["state_name"] for page in range(0, num, 100) for each in runs_from(server, page)]
     completed = states.count("Completed")
     made = len(list(folder.glob(f"client*/artifacts/*/*/{MANIFEST}")))
-    name = f"{num} runs, {NUM_CLIENTS} at a time"
     slowest = quantiles(answers, n=100)[98]
     return [
         row(f"{name}: completed", completed, "runs", f"{num}", completed == num == len(states)),
@@ -178,38 +215,52 @@ def polled(url: str) -> Iterator[list[float]]:
 # ---- a day of hourly retraining ----
 
 
+FEW_STEPS = ("sft.max_steps=8", "rl.num_steps=2", "rl.rollout.groups_per_step=4")
 LENIENT = ("promote.first=any", "promote.max_truncated=1", "promote.max_no_answer=1", "promote.margin=100")
 RETRAIN = """
 import sys
-from pathlib import Path
-from flows.environment import prepare_environment
+from flows.run import prefect_run
 from klear_core.config.pipeline import WorkspaceConfig
-prepare_environment(WorkspaceConfig(root=sys.argv[1]))
-from flows.pipeline import retrain
-retrain(profile="smoke", overrides=sys.argv[2:])
+
+root, *overrides = sys.argv[1:]
+with prefect_run(WorkspaceConfig(root=root), needs_ray=True):
+    from flows.pipeline import retrain
+    print("ENDED", flush=True)
+    for _ in sys.stdin:
+        retrain(profile="smoke", overrides=overrides)
+        print("ENDED", flush=True)
 """
+"""A process that retrains whenever it reads a line: imports and servers of 24 processes would take most of the day."""
 
 
 def day_of_retraining() -> list[Row]:
-    """Retrain at even times of a virtual day, on a file that grows four times; at noon two schedules overlap."""
+    """Retrain at even times of a virtual day, on a file that grows four times; past noon two processes do so at once."""
     num = max(2 * NEW_DATA_TIMES, scaled(NUM_HOURS, at_least=1))
     passes = timedelta(hours=24 / num)
     grows = {round(i * num / NEW_DATA_TIMES) for i in range(NEW_DATA_TIMES)}
     with tempfile.TemporaryDirectory() as scratch:
         root, data = Path(scratch) / "ws", Path(scratch) / "problems.jsonl"
         source = f'curate.sources=[{{kind="file", path="{data}"}}]'
-        overrides = [*SMALL, *LENIENT, source, f"workspace.root={root}"]
-        sizes, seconds, statuses = [], [], []
+        overrides = [*SMALL, *FEW_STEPS, *LENIENT, source, f"workspace.root={root}"]
+        sizes, seconds, ended_well = [], [], 0
+        first = Retraining(root, overrides, Path(scratch) / "first.log")
         for i in range(num):
             if i in grows:
                 write_problems(data, 192 + 16 * i)
+            running = [first]
+            if i == num // 2 + 1:
+                running.append(Retraining(root, overrides, Path(scratch) / "second.log"))
             started = time.monotonic()
-            logs = [Path(scratch) / f"{i}-{which}.log" for which in range(2 if i == num // 2 + 1 else 1)]
-            running = [retraining(root, overrides, log) for log in logs]
-            statuses += [process.wait() for process in running]
+            for process in running:
+                process.begin()
+            ended_well += sum(process.has_ended_well() for process in running)
             seconds.append(time.monotonic() - started)
+            for process in running[1:]:
+                process.close()
             make_older(root, passes)
             sizes.append(megabytes_of(root))
+            print(f"{i} {seconds[-1]:.0f} s {sizes[-1]:.2f} MB", file=sys.stderr, flush=True)
+        first.close()
         why = [record.why for record in RunHistory.of(root).records()]
         make_older(root, timedelta(days=2))
         klear("gc", "--root", str(root), "--last", "1", "--yes")
@@ -219,14 +270,47 @@ def day_of_retraining() -> list[Row]:
     growth = [after - before for i, (before, after) in enumerate(pairwise(sizes), 1) if i not in grows]
     name = f"24 hours, retrained {num} times and once at the same time"
     return [
-        row(f"{name}: ended well", statuses.count(0), "runs", f"{num + 1}", statuses == [0] * (num + 1)),
+        row(f"{name}: ended well", ended_well, "runs", f"{num + 1}", ended_well == num + 1),
         row(f"{name}: trained, for there was new data", trained, "runs", f"{len(grows)}", trained == len(grows)),
+        row(f"{name}: one with new data, median", median(seconds[i] for i in grows), "s", "none", True),
         row(f"{name}: one without new data, median", median(idle), "s", "none", True),
         row(f"{name}: workspace after the first", sizes[0], "MB", "none", True),
         row(f"{name}: workspace after the last", sizes[-1], "MB", "none", True),
         row(f"{name}: growth by one without new data, median", median(growth), "MB", "< 1", median(growth) < 1),
         row(f"{name}: workspace two days later, after klear gc", left, "MB", f"< {sizes[-1]:.3g}", left < sizes[-1]),
     ]
+
+
+class Retraining:
+    """A process of its own that runs the flow of the schedule each time it is told to."""
+
+    def __init__(self, root: Path, overrides: Sequence[str], log: Path) -> None:
+        self._log = log
+        command = [sys.executable, "-c", RETRAIN, str(root), *overrides]
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=clean(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out
+            )
+        if not self.has_ended_well():
+            raise RuntimeError(log.read_text()[-3000:])
+
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+
+    def has_ended_well(self) -> bool:
+        """Wait for what was begun."""
+        assert self._process.stdout is not None
+        if any(line == b"ENDED\n" for line in self._process.stdout):
+            return True
+        print(self._log.read_text()[-3000:], file=sys.stderr)
+        return False
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 def write_problems(file: Path, number: int) -> None:
@@ -238,13 +322,6 @@ def write_problems(file: Path, number: int) -> None:
         if isinstance(each.reference, MathReference)
     ]
     file.write_text("".join(json.dumps(each) + "\n" for each in rows[:number]))
-
-
-def retraining(root: Path, overrides: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start the flow as a worker does, in a process of its own."""
-    with log.open("wb") as out:
-        command = [sys.executable, "-c", RETRAIN, str(root), *overrides]
-        return subprocess.Popen(command, cwd=ROOT, env=clean(), stdout=out, stderr=out)
 
 
 def klear(*args: str) -> None:
@@ -337,7 +414,7 @@ def smoke_in_a_loop() -> list[Row]:
             str(minutes),
             UNTIL,
             *SMALL,
-            "sft.max_steps=8",
+            *FEW_STEPS,
         ]
         env = clean() | {"TMPDIR": str(temporary)}
         ended = subprocess.run(command, cwd=ROOT, env=env, check=False, capture_output=True, text=True)
