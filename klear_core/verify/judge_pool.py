@@ -67,6 +67,8 @@ class JudgePool:
         self._trials_lock = threading.Lock()
         self._trials: dict[MathReference | bytes, Verdict | Future[Verdict]] = {}
         """Trials of references; those in which the judge or the machine failed are not kept."""
+        self._has_programs = False
+        """Whether a program was to be judged."""
 
     def __enter__(self) -> Self:
         return self
@@ -86,10 +88,9 @@ class JudgePool:
         notes = []
         if self.cfg.sandbox == "rlimits-only":
             notes.append('untrusted programs ran with limits only, without isolation (verify.sandbox = "rlimits-only")')
-        python = python_for(self.cfg.limits)
-        if self.cfg.code.packages and not has_numpy(python):
+        if self._has_programs and self.cfg.code.packages and not has_numpy(python_for(self.cfg.limits)):
             notes.append(
-                f"{python} has no numpy, as LiveCodeBench's harness has: programs that import it are wrong "
+                f"{python_for(self.cfg.limits)} has no numpy, as LiveCodeBench's harness has: programs that import it are wrong "
                 "(sh infra/firejail/setup.sh installs it)"
             )
         return tuple(notes)
@@ -117,6 +118,7 @@ class JudgePool:
             has_code |= isinstance(problem.reference, CodeReference)
         if has_code:
             self.check_sandbox()
+            self._has_programs = True
         return (self.notes if has_code else ()) + self.notes_on_trials(problems)
 
     def judge(self, problem: Problem, response: str) -> Verdict:
@@ -312,6 +314,8 @@ class JudgePool:
         return MathTask(golds=golds, comparison=decision, unboxed="", answer=shown, cfg=cfg)
 
     def _submit_code(self, problem_id: str, reference: CodeReference, program: str | NoAnswer) -> Future[Verdict]:
+        self._has_programs = True
+
         def prepare(trial: Verdict) -> Verdict | CodeTask:
             if isinstance(program, NoAnswer):
                 return _no_answer_verdict(program, self.cfg, is_code=True)
