@@ -150,7 +150,7 @@ _EASTERN = re.compile("|".join(sorted((w for w in _WORDS if ord(w[0]) >= 0x1100)
 _PHRASES = [word for word in _WORDS if " " in word]
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]+(?:-[^\W\d_]+)?")
 _ONLY_JOINING = re.compile(r"\\text\s*\{\s*([^{}\s]+)\s*\}")
-_VALUE = r"(?:[a-zA-Z]\s*=\s*)?[-+]?(?:\d+(?:[.,/]\d+)?|\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}|\d*\\sqrt\s*\{[^{}]*\})"
+_VALUE = r"(?:[a-zA-Z]\s*=\s*)?[-+]?(?:\d+(?:[./]\d+)?|\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}|\d*\\sqrt\s*\{[^{}]*\})"
 _JOINED_VALUES = re.compile(
     rf"({_VALUE}(?:\s*,\s*{_VALUE})*),?\s+(?:(et|y|e|i|und|oraz|en|och|og|ve|и)"
     rf"|ou?|u|oder|lub|of|eller|veya|или)\s+({_VALUE})"
