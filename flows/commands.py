@@ -88,7 +88,7 @@ def answers(
     ] = None,
     root: Root = Path("runs"),
 ) -> None:
-    """Write a page with every answer of one or several evaluations: filter by flipped, truncated, disagreed, unparsed.
+    """Write a page with every answer of one or several evaluations: filter by flipped, cut off, disagreed, no answer.
 
     klear answers sft rl
 

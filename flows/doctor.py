@@ -57,13 +57,17 @@ from transformers import Qwen3ForCausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of the report. `fix` is empty if nothing needs doing."""
+    """One line of the report. `fix` says what to do, always if the line is not good."""
 
     name: str
     found: str
     is_good: bool
     is_fatal: bool = False
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        """Hold every check to a remedy."""
+        assert self.is_good or self.fix, (self.name, self.found)
 
 
 def check_machine() -> list[Check]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from flows.doctor import Check, ask_program, check_disk, check_sandbox
 from klear_core.cluster.network import SHM, NetworkReport, NodeFacts, node_facts, try_network
-from klear_core.errors import KlearError, ResourceError
+from klear_core.errors import KlearError
 
 _DRIVER_OF_CUDA = {13: 580, 12: 525, 11: 450}
 """Oldest NVIDIA driver of each major version of CUDA (its release notes, minor version compatibility)."""
@@ -218,7 +218,7 @@ def network_checks() -> Iterator[Check]:
         with ray_session(Needs(num_cpus=0, object_store_bytes=0)):
             yield from report_checks(try_network())
     except KlearError as e:
-        fix = "start Ray on all nodes (docs/cluster.md)" if isinstance(e, ResourceError) else ""
+        fix = "start Ray on all nodes, in one environment and with one token (docs/cluster.md)"
         yield Check(name="network", found=str(e), is_good=False, is_fatal=True, fix=fix)
 
 

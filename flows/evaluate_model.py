@@ -40,7 +40,7 @@ from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import HubModelConfig
-from klear_core.config.verify import VerifyConfig
+from klear_core.config.verify import VerifyConfig, has_benchmark_default, own_benchmark_settings
 from klear_core.cpus import usable_cpus
 from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
@@ -172,6 +172,11 @@ def _refuse_unused(overrides: Sequence[str]) -> None:
         rows = next((name for name in _ROWS if f"{key}.".startswith(f"{name}.")), "")
         if rows:
             unused[override] = rows
+        section, _, setting = key.partition(".")
+        if section == "verify" and has_benchmark_default(setting):
+            raise ConfigError(
+                f"--set {override!r}: evaluation does not take this from verify; set judge.evaluate.{setting}"
+            )
     for override, section in unused.items():
         raise ConfigError(
             f"--set {override!r}: klear evaluate trains nothing and uses no setting of {section}; it uses those of "
@@ -267,7 +272,12 @@ def settings_of(artifact: Path) -> Taken | None:
         scored = read_manifest(newest_evaluation(artifact))
         evaluate = EvaluateConfig.model_validate(scored.config["evaluate"]).model_copy(update={"templates": {}})
         verify = VerifyConfig.model_validate(scored.config["verify"])
-        sections = {"evaluate": evaluate.model_dump(mode="json"), "verify": verify.model_dump(mode="json")}
+        sections = {
+            "evaluate": evaluate.model_dump(mode="json"),
+            "verify": verify.model_dump(mode="json"),
+            # without these, the defaults of benchmarks would replace those of `verify`
+            "judge": {"evaluate": own_benchmark_settings(verify)},
+        }
         return Taken(sections=sections, origin=f"its evaluation {scored.fingerprint[:8]}")
     with suppress(ArtifactError, KeyError, ValidationError):
         trained = read_manifest(artifact)
@@ -281,9 +291,10 @@ def settings_of(artifact: Path) -> Taken | None:
 
 def _taken_line(taken: Taken, config: PipelineConfig) -> str:
     sampling, engine = config.evaluate.sampling, config.evaluate.engine.kind
+    judges = ", judge settings" if "verify" in taken.sections else ""
     return (
         f"taken    from {taken.origin}: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
-        f"{sampling.max_new_tokens:,} tokens, engine {engine}, judge settings"
+        f"{sampling.max_new_tokens:,} tokens, engine {engine}{judges}"
     )
 
 

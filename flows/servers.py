@@ -143,12 +143,13 @@ _CLIENT_S = 60.0  # MLflow's client is imported first, which takes seconds of a 
 """Seconds before a check fails; a healthy server on a busy machine may need more than one."""
 
 
-def check_prefect() -> None:
+def check_prefect(
+    remedy: str = "start that server, or unset PREFECT_API_URL to run with a server of its own",
+) -> None:
     """Raise ConfigError if PREFECT_API_URL is set but no Prefect API answers there."""
     url = os.environ.get("PREFECT_API_URL")
     if not url:
         return
-    remedy = "start that server, or unset PREFECT_API_URL to run with a server of its own"
     reply = check_endpoint(url, "PREFECT_API_URL", path="/health", remedy=remedy)
     # Prefect's UI answers every path outside /api with its page.
     if reply.is_success and "html" in reply.headers.get("content-type", ""):

@@ -14,16 +14,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import assert_never
 
+import httpx
 import typer
 import yaml
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.settings import PREFECT_API_URL
 from prefect.utilities.templating import find_placeholders
+from pydantic import ValidationError
 
 from flows.environment import StageSelection
 from flows.plan_view import show_plan
 from flows.retraining import gated
 from flows.servers import check_prefect
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.submit import KubeTarget, SubmitConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.pipeline.graph import stages_of, workspace_root
 from klear_core.pipeline.submission.kube import kube
@@ -40,6 +45,8 @@ from klear_core.pipeline.submission.request import (
 )
 from klear_core.pipeline.submission.shell import ray, slurm
 
+_RAY_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Variables by one of which `ray job submit` finds its cluster."""
 _TIMEOUT_S = 300.0
 """Seconds within which a cluster must have taken a run."""
 
@@ -51,6 +58,7 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
     """
     require_possible(target, config)
     if target == "kube" and config.workspace.submit.kube.schedule:
+        _require_times(config.workspace.submit.kube)
         config = gated(config)
     now = datetime.now(UTC)
     config = for_cluster(config, target, now)
@@ -60,14 +68,14 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
     for line in fit_lines(config, chosen):
         typer.echo(line)
     if missing:
-        raise ConfigError(f"nothing was submitted: {len(missing)} problems, named above, would stop the run")
+        problems = "1 problem" if len(missing) == 1 else f"{len(missing)} problems"
+        raise ConfigError(f"nothing was submitted: {problems}, named above, would stop the run")
     submission = _new(config, target, selection, now)
     prepared = _prepared(submission, target, selection)
     if is_dry_run:
         _show(submission, prepared)
         return
-    if target == "prefect":
-        _require_server()
+    _require_receiver(target, config.workspace.submit)
     programs = [_program(command[0]) for command in prepared.commands]
     _write(submission, prepared, with_token=target == "slurm")
     for program, command in zip(programs, prepared.commands, strict=True):
@@ -122,13 +130,59 @@ def _show(submission: Submission, prepared: Prepared) -> None:
         typer.echo(shlex.join(command))
 
 
-def _require_server() -> None:
-    """Raise ConfigError unless a Prefect server answers. Without one, Prefect's commands use their own database."""
-    if not PREFECT_API_URL.value():
+def _require_times(target: KubeTarget) -> None:
+    """Raise ConfigError for times at which nothing would ever start, which KubeRay would only note in its object."""
+    is_interval = target.schedule.startswith("@every ")  # Prefect does not know it
+    try:
+        CronSchedule(cron="@daily" if is_interval else target.schedule, timezone=target.time_zone)
+    except ValidationError as e:
+        [key] = e.errors()[0]["loc"]
+        name = "schedule" if key == "cron" else "time_zone"
+        said = "no times as cron writes them" if key == "cron" else "no time zone, such as Europe/Berlin"
+        raise ConfigError(f"workspace.submit.kube.{name} = {getattr(target, name)!r}: {said}") from e
+
+
+def _require_receiver(target: Target, submit: SubmitConfig) -> None:
+    """Raise ConfigError if it is not known who takes the run.
+
+    Without an address Ray's command takes whatever cluster runs on this machine, and Prefect's a database of its own.
+    """
+    if target == "ray" and not any(os.environ.get(name) for name in _RAY_ADDRESSES):
         raise ConfigError(
-            "PREFECT_API_URL: not set; it names the server that takes the run, for example http://127.0.0.1:4200/api"
+            f"{_RAY_ADDRESSES[0]}: not set; it names the cluster that takes the run, for example http://HEAD:8265"
         )
-    check_prefect()
+    if target == "prefect":
+        if not PREFECT_API_URL.value():
+            raise ConfigError(
+                "PREFECT_API_URL: not set; it names the server that takes the run, for example"
+                " http://127.0.0.1:4200/api"
+            )
+        check_prefect(remedy="start that server")
+        _require_pool(submit)
+
+
+def _require_pool(submit: SubmitConfig) -> None:
+    """Raise ConfigError unless Prefect's server has the work pool, of the right type, and the work queue."""
+    try:
+        with get_client(sync_client=True) as client:
+            pools = {pool.name: pool for pool in client.read_work_pools(limit=200)}
+            pool = pools.get(submit.queue)
+            queues = {queue.name for queue in client.read_work_queues(work_pool_name=pool.name)} if pool else set()
+    except httpx.HTTPStatusError as e:
+        remedy = "; set PREFECT_API_AUTH_STRING" if e.response.status_code == httpx.codes.UNAUTHORIZED else ""
+        raise ConfigError(f"PREFECT_API_URL: that server answers with {e.response.status_code}{remedy}") from e
+    if pool is None:
+        there = ", ".join(sorted(pools)) or "none"
+        raise ConfigError(f"workspace.submit.queue = {submit.queue!r}: no work pool; there are: {there}")
+    if pool.type != submit.prefect.pool:
+        raise ConfigError(
+            f"workspace.submit.prefect.pool = {submit.prefect.pool!r}: the pool {pool.name} is of type {pool.type}"
+        )
+    if submit.priority and submit.priority not in queues:
+        raise ConfigError(
+            f"workspace.submit.priority = {submit.priority!r}: no work queue of {pool.name}; there are:"
+            f" {', '.join(sorted(queues))}"
+        )
 
 
 def _program(name: str) -> str:
@@ -167,9 +221,10 @@ def _handed_over(command: Sequence[str], name: str) -> str:
             f"{program} did not answer in {_TIMEOUT_S:.0f} s; look for {name} before you repeat it"
         ) from e
     if ended.returncode:
-        said = (ended.stderr.strip() or ended.stdout.strip())[-2000:]
+        lines = [line.strip() for line in (ended.stderr.strip() or ended.stdout.strip()).splitlines() if line.strip()]
         if "Traceback (most recent call last)" in ended.stderr:
-            said = said.splitlines()[-1]
+            lines = lines[-1:]
+        said = "; ".join(lines)[-2000:]
         raise ResourceError(
             f"{' '.join([program, *command[1:3]])} failed; look for {name} before you repeat it: {said}"
         )

@@ -53,7 +53,8 @@ class HfConfig(BaseModel):
     num_experts: int | None = None
     num_local_experts: int | None = None
     n_routed_experts: int | None = None
-    """Experts of a mixture, by the names of Qwen, of Mixtral and gpt-oss, and of DeepSeek."""
+    moe_num_experts: int | None = None
+    """Experts of a mixture, by the names of Qwen, of Mixtral and gpt-oss, of DeepSeek, and of ERNIE."""
     mamba_d_conv: int | None = None
     """Width of the convolution in state-space layers, which stand beside or in place of attention."""
 
@@ -226,7 +227,8 @@ def check_architecture(folder: Path) -> None:
             f"{path}: mamba_d_conv={config.mamba_d_conv}; "
             "state-space layers carry a state from one packed row to the next"
         )
-    experts = config.num_experts or config.num_local_experts or config.n_routed_experts or 0
+    named = (config.num_experts, config.num_local_experts, config.n_routed_experts, config.moe_num_experts)
+    experts = max(number or 0 for number in named)
     if experts > 1:
         raise ConfigError(
             f"{path}: {config.model_type} is a mixture of {experts} experts; Klear trains dense models only, because "

@@ -60,7 +60,8 @@ class Estimate(Settings):
 
     value: float = Field(ge=-1, le=1)
     new_problems: Range
-    """Interval over other problems of this kind, of which these are a random draw; models are compared with it."""
+    """Interval over other problems of this kind, of which these are a random draw. Which of two models is better, a
+    test decides."""
     rerun: Range | None
     """Interval over other samples of the same problems; published scores are compared with it. None for greedy
     answers, which would be the same again, and where one answer per problem would show no noise."""

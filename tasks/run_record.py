@@ -69,6 +69,7 @@ class RunRecorder(Console):
         self._is_over = threading.Event()
         self._pace: Pace | None = None
         self._busy: list[float] = []
+        self._is_blind = False
         self._warned = _LastWarning()
 
     @property
@@ -90,8 +91,6 @@ class RunRecorder(Console):
             held.enter_context(self._logged(config))
             thread = threading.Thread(target=self._work, name="run-record", daemon=True)
             thread.start()
-            if self._idle is not None and shutil.which("nvidia-smi") is None:
-                log.warning("idle_kill ends nothing: the driver's machine has no nvidia-smi to ask")
             held.callback(thread.join, _GPU_TIMEOUT_S)
             held.callback(self._is_over.set)
         try:
@@ -180,6 +179,9 @@ class RunRecorder(Console):
 
     def _look_at_gpus(self) -> None:
         share = gpu_share()
+        if share is None and self._idle is not None and not self._is_blind:
+            self._is_blind = True
+            log.warning("idle_kill ends nothing: nvidia-smi does not tell how busy this machine's GPUs are")
         if share is not None:
             self._busy.append(share)
             self._change(gpu_busy=round(sum(self._busy) / len(self._busy), 3))
@@ -191,7 +193,8 @@ class RunRecorder(Console):
         if not self._limit_reached:
             self._limit_reached = why
             log.error("this run ends: %s", why)
-            os.kill(os.getpid(), signal.SIGTERM)
+            # To the main thread: a signal that another thread receives does not end a call that the main one blocks in.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     @contextmanager
     def _logged(self, config: PipelineConfig) -> Iterator[None]:

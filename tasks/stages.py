@@ -261,7 +261,10 @@ def opd_scores(job: OpdScoresJob, inputs: Inputs, *, workdir: Path, telemetry: T
 
 @stage
 def opd(job: OpdJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Train `model` on the scored answers of `scores` and `code_scores`; several learner ranks, or one on a GPU, are Ray actors."""
+    """Train `model` on the scored answers of `scores` and `code_scores`.
+
+    Several learner ranks, or one on a GPU, are Ray actors.
+    """
     from klear_core.rl.offline import train_offline
 
     model, cfg = inputs["model"].path, job.train.as_rl(job.rollouts)

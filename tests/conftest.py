@@ -55,6 +55,12 @@ def snapshot(pytestconfig: pytest.Config) -> Snapshots:
     return Snapshots(folder=Path(__file__).parent / "snapshots", updates=pytestconfig.getoption("update_snapshots"))
 
 
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub cannot be reached, which is known at once and not after five tries."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 @pytest.fixture(scope="session")
 def mlflow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder `mlflow` of a workspace without runs. Tests copy it, for its database takes seconds to make."""

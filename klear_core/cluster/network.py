@@ -16,7 +16,7 @@ from typing import Any, Literal
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from klear_core.cluster.nodes import ray_nodes
+from klear_core.cluster.nodes import bind_to_node_address, ray_nodes
 from klear_core.cluster.placement import Node
 
 _TIMEOUT_S = 120.0
@@ -91,6 +91,7 @@ class NodeProbe:
         import torch
         import torch.distributed as dist
 
+        bind_to_node_address()
         timeout = timedelta(seconds=_TIMEOUT_S / 2)
         dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=timeout)
         try:
@@ -145,7 +146,8 @@ def try_network() -> NetworkReport:
             asked = [probe.exchange.remote(i, len(probes), address, backend) for i, probe in enumerate(probes)]
             found = ray.get(asked, timeout=_TIMEOUT_S)
         except Exception as e:  # noqa: BLE001  a broken network can raise anything
-            failure = f"{type(e).__name__}: {str(e).strip().splitlines()[-1]}"[:300]
+            last = str(e).strip().rpartition("\n")[2]
+            failure = f"{type(e).__name__}: {last}"[:300]
             return NetworkReport(backend=backend, facts=facts, skew_s=skew_s, exchange=None, failure=failure)
         slowest = max(found, key=lambda exchange: exchange.all_reduce_s)
         return NetworkReport(backend=backend, facts=facts, skew_s=skew_s, exchange=slowest, failure="")

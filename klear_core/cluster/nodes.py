@@ -131,23 +131,25 @@ _INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "=", "TP_
 """Variables that name the interface of a process group, with what precedes an exact name: NCCL's are prefixes."""
 
 
-def bind_to_node_address() -> None:
-    """Let the process groups of this actor use the interface that has Ray's address of its node.
+def bind_to_node_address() -> str:
+    """Let the process groups of this actor use the interface that has Ray's address of its node; return the address.
 
     By itself gloo advertises what the host's name resolves to, which on Debian is 127.0.1.1. Variables that are set
-    already are kept, and so is everything if no interface has the address, as behind a translated one.
+    already are kept, and so is everything if no interface has the address, as behind a translated one. Without Ray,
+    where the actor's class is used by itself, nothing is set and the address is empty.
     """
     import ray.util
 
-    if not ray.is_initialized():  # the actor's class is used without Ray
-        return
-    address = ray.util.get_node_ip_address()
+    if not ray.is_initialized():
+        return ""
+    address: str = ray.util.get_node_ip_address()
     interface = _interface_of(address)
     if interface is None:
         log.warning("no interface of this node has Ray's address of it, %s: process groups choose their own", address)
-        return
+        return address
     for name, exact in _INTERFACE_SETTINGS.items():
         os.environ.setdefault(name, exact + interface)
+    return address
 
 
 def _interface_of(address: str) -> str | None:

@@ -117,8 +117,8 @@ class RankActor:
         # The other ranks log what rank 0 logs; only their warnings may be about something of their own.
         logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
         logger.addHandler(QueueHandler(self._outbox))  # type: ignore[arg-type]
-        bind_to_node_address()
-        self._host = urlsplit(init_method).hostname or ""  # of rank 0
+        # Without Ray all ranks are on the machine of rank 0.
+        self._host = bind_to_node_address() or urlsplit(init_method).hostname or ""
         self._world = self._exit.enter_context(join_world(runtime, rank=rank, init_method=init_method))
 
     def run(self, body: Body[Any]) -> Any:
@@ -242,10 +242,8 @@ class LearnerActor(RankActor):
         """
         return True, *split_parts(to_arrays(self._learner.weights()), num_parts)
 
-    def offer_weights(self) -> WeightOffer | None:
-        """Return an offer of the current weights, which `send_weights` then sends; None on ranks above 0."""
-        if self._world.rank > 0:
-            return None
+    def offer_weights(self) -> WeightOffer:
+        """Return this rank's offer of the current weights, which `send_weights` then sends."""
         from klear_core.generate.weight_transfer import WeightServer
 
         cfg = self._setup.cfg
@@ -261,16 +259,19 @@ class LearnerActor(RankActor):
         )
 
     def send_weights(self, offer: WeightOffer, engines: Sequence[int]) -> list[int]:
-        """Send the offered weights to these engines while they fetch; rank 0 returns the engines that were lost."""
+        """Send the offered weights to these engines while they fetch; return the engines that were lost.
+
+        Gathering a sharded weight is a collective call, so ranks without an engine take part, too.
+        """
         assert offer.version == self._learner.version, (offer.version, self._learner.version)
-        if self._server is not None:
+        if engines and self._server is not None:
             return self._server.send(offer, self._learner.each_weight(), engines)
-        for _ in self._learner.each_weight():  # gathering a sharded weight is a collective call: take part in it
+        for _ in self._learner.each_weight():
             pass
         return []
 
     def offer_known(self) -> tuple[WeightOffer, str]:
-        """Return an offer of known tensors, which `send_known` then sends, and their digest. For rank 0 only."""
+        """Return this rank's offer of known tensors, which `send_known` then sends, and their digest."""
         from klear_core.generate.weight_transfer import (
             CHECK_CHUNK_BYTES,
             WeightServer,

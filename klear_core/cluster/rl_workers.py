@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -177,19 +177,31 @@ class RayLearner(LearnerHandle):
     async def _failure_of_direct(self, engines: Mapping[int, Any]) -> str:
         """Return what went wrong when all these actors fetched known tensors at once; empty if nothing did."""
         # Longer than the engines themselves wait, so that their own errors come first.
-        rank, timeout_s = self._gang.ranks[0], 2 * check_timeout_s(self._setup)
-        offer, digest = await within(rank.offer_known.remote(), timeout_s, "the learner", "offer known tensors")
+        timeout_s = 2 * check_timeout_s(self._setup)
+        wait = partial(within, timeout_s=timeout_s, who="the learner")
+        shares = [(rank, of) for rank, of in zip(self._gang.ranks, self._shares(engines), strict=True) if of]
+        offers = await asyncio.gather(
+            *(wait(rank.offer_known.remote(), what="offer known tensors") for rank, _ in shares)
+        )
+        digest = offers[0][1]
         # Both sides must run at the same time: sending and fetching are collective calls.
-        sending = asyncio.ensure_future(rank.send_known.remote(offer, list(engines)))
-        calls = {i: engine.digest_offered.remote(replace(offer, engine=i)) for i, engine in engines.items()}
+        sending = [
+            asyncio.ensure_future(rank.send_known.remote(offer, share))
+            for (rank, share), (offer, _) in zip(shares, offers, strict=True)
+        ]
+        calls = {
+            i: engines[i].digest_offered.remote(replace(offer, engine=i))
+            for (_, share), (offer, _) in zip(shares, offers, strict=True)
+            for i in share
+        }
         found: dict[int, list[str]] = {}
         failures: list[str] = []
         for i, call in calls.items():
             try:
                 found[i] = await within(call, timeout_s, rollout_name(i), "fetch known tensors")
-            except Exception as e:  # noqa: BLE001  as above; the other engines' results are still to be awaited
+            except Exception as e:  # noqa: BLE001  # as above; the other engines' results are still to be awaited
                 failures.append(f"{rollout_name(i)}: {type(e).__name__}: {e}".partition("\n")[0][:300])
-        lost = await within(sending, timeout_s, "the learner", "send known tensors")
+        lost = [i for sent in sending for i in await wait(sent, what="send known tensors")]
         wrong = [i for i, digests in found.items() if set(digests) != {digest}]
         failures += [f"{rollout_name(i)} received other bits than were sent" for i in wrong]
         failures += [f"{rollout_name(i)} was lost" for i in lost if i in found and i not in wrong]
@@ -221,7 +233,7 @@ class RayLearner(LearnerHandle):
         """Return weights in the object store or an offer to fetch them; see `LearnerHandle.weights`."""
         async with self._lock:
             if self.is_direct:
-                return await self._offer()
+                return (await self._offers())[0]
             self._check_present()
             num_parts = self._num_parts()
             results = [rank.weights.options(num_returns=1 + num_parts).remote(num_parts) for rank in self._gang.ranks]
@@ -238,11 +250,17 @@ class RayLearner(LearnerHandle):
             # Leave dead engines out beforehand: the learner would wait for each until its timeout.
             ready = {i: engine.__ray_ready__.remote() for i, engine in engines.items()}
             failed = await self._failures(ready, "answer")
-            offer = await self._offer()
-            present = [i for i in engines if i not in failed]
+            offers = await self._offers()
+            shares = self._shares([i for i in engines if i not in failed])
             # Both sides must run at the same time: sending and fetching are collective calls.
-            fetching = {i: engines[i].fetch_weights.remote(replace(offer, engine=i)) for i in present}
-            await self._call_locked(lambda rank: rank.send_weights.remote(offer, present), "send its weights")
+            fetching = {
+                i: engines[i].fetch_weights.remote(replace(offer, engine=i))
+                for offer, share in zip(offers, shares, strict=True)
+                for i in share
+            }
+            ranks = zip(self._gang.ranks, offers, shares, strict=True)
+            sending = [rank.send_weights.remote(offer, share) for rank, offer, share in ranks]
+            await self._await_or_restart(sending, "send its weights")
             # The engines' timeout begins only now: while the learner sends, it knows whether there is progress.
             failed |= await self._failures(fetching, "fetch its weights")
         return failed
@@ -261,11 +279,17 @@ class RayLearner(LearnerHandle):
         num_params = read_hf_config(model_folder(self._setup.model)).num_params
         return max(1, math.ceil(num_params * _BYTES[self._setup.cfg.dtype] / self._part_bytes))
 
-    async def _offer(self) -> WeightOffer:
-        """Return rank 0's offer of the current weights; the caller holds the lock."""
-        results = await self._call_locked(lambda rank: rank.offer_weights.remote(), "offer its weights")
-        offer: WeightOffer = results[0]
-        return offer
+    async def _offers(self) -> list[WeightOffer]:
+        """Return each rank's offer of the current weights; the caller holds the lock."""
+        return await self._call_locked(lambda rank: rank.offer_weights.remote(), "offer its weights")
+
+    def _shares(self, engines: Iterable[int]) -> list[list[int]]:
+        """Return the engines that each rank sends the weights to.
+
+        One rank alone would send 16 GB for each of them, minutes for the hundreds of a large cluster.
+        """
+        engines, num_ranks = list(engines), len(self._gang.ranks)
+        return [engines[rank::num_ranks] for rank in range(num_ranks)]
 
     async def _call_all(self, call: RemoteCall, what: str, *, ranks: int | None = None) -> list[Any]:
         """Call every rank, or the first `ranks`, once no other call runs, and return their results."""

@@ -219,6 +219,16 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _greedy_answers_are_one(self) -> PipelineConfig:
+        several = [b.name for b in self.benchmarks if b.num_samples > 1]
+        if self.evaluate.sampling.temperature == 0 and several:
+            raise ValueError(
+                f"evaluate.sampling.temperature = 0: all answers to a problem of {', '.join(several)} would be the "
+                "same one; set num_samples = 1, or sample, and have evaluate.greedy add a greedy answer"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _served_model_is_alone(self) -> PipelineConfig:
         engine, sampling = self.evaluate.engine, self.evaluate.sampling
         if not isinstance(engine, ServedModelConfig):

@@ -365,6 +365,16 @@ class RlConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _fast_paths_of_engines_are_proved(self) -> RlConfig:
+        engine = self.rollout.engine
+        if isinstance(engine, VllmEngineConfig) and engine.must_be_proved and self.runtime.engine_check == "off":
+            raise ValueError(
+                'runtime.engine_check = "off" with rollout.engine.kv_cache_dtype or engine_args: nothing would tell '
+                "whether their log-probs are the policy's; set it to 'warn' or 'refuse'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engines_sleep_only_between_rollouts(self) -> RlConfig:
         if self.rollout.sleeps_between_rollouts and self.samples_while_learning:
             raise ValueError(

@@ -443,8 +443,11 @@ class PromoteJob(Job):
     """Decide whether the last model becomes champion."""
 
     kind = "promote"
-    code_version = 2
-    code_changes = {2: "a gain must be shown on other problems, too, and the best champion so far is compared with"}
+    code_version = 3
+    code_changes = {
+        2: "a gain must be shown on other problems, too, and the best champion so far is compared with",
+        3: "the problems of all benchmarks together may show a gain",
+    }
     asks_registry = True
 
     promote: PromoteConfig

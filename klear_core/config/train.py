@@ -226,6 +226,12 @@ class TrainRuntime(Settings):
         return self
 
     @model_validator(mode="after")
+    def _profiles_some_step(self) -> TrainRuntime:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(f"profile_steps = {list(self.profile_steps)}: the first step comes after the last")
+        return self
+
+    @model_validator(mode="after")
     def _has_something_to_offload(self) -> TrainRuntime:
         if self.cpu_offload and self.device == "cpu" and self.num_workers == 1:
             raise ValueError(

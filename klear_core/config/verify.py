@@ -6,12 +6,12 @@ import ast
 import hashlib
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, JsonValue, create_model, model_validator
 
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
@@ -266,10 +266,15 @@ class CodeConfig(Settings):
     recursion_limit: int = Field(default=1000, ge=100, le=100_000)
     """Python's recursion limit (frames) at program start; a program may raise it. 1,000 is the interpreter's default,
     which HumanEval's harness keeps; LiveCodeBench's harness sets 50,000."""
+    packages: bool = False
+    """Let programs import what is installed for the sandbox's interpreter, above all numpy, which LiveCodeBench's
+    harness has, whatever `verify.limits.with_packages` says."""
     max_program_kb: int = Field(default=256, ge=1, le=4096)
     """Larger programs are not run."""
     max_test_mb: int = Field(default=64, ge=1, le=1024)
     """Maximum total size of a problem's tests; larger ones make the reference invalid."""
+
+    as_before: ClassVar[Mapping[str, JsonValue]] = {"packages": False}
 
 
 class SandboxConfig(Settings):
@@ -376,6 +381,12 @@ class VerifyConfig(Settings):
         return self
 
     @property
+    def jail_limits(self) -> SandboxConfig:
+        """Return the limits of this judge's jails, whose programs may import packages if either setting says so."""
+        has_packages = self.limits.with_packages or self.code.packages
+        return self.limits.model_copy(update={"with_packages": has_packages})
+
+    @property
     def all_judges(self) -> tuple[CustomJudge, ...]:
         """Return the judges that references can name: the user's own, and those of reasoning-gym and IFEval."""
         return (*self.judges, *_OUR_JUDGES)
@@ -393,12 +404,12 @@ class VerifyConfig(Settings):
 COMMON = ("sandbox", "limits", "judges")
 """Judge settings that no stage can override: they describe the machine, or define names that references use."""
 
-BENCHMARK_CODE = CodeConfig(max_tests=0, compare="decimal", cpu_s=6.0, memory_mb=3072, recursion_limit=50_000)
-"""LiveCodeBench's rules: all tests, its comparison, 6 s a test, its recursion limit, and of memory, for which it has no
-limit, as much as a jail may use in all."""
-_BENCHMARK_DEFAULTS: dict[str, Any] = {
-    "code": BENCHMARK_CODE.model_dump(include={"max_tests", "compare", "cpu_s", "memory_mb", "recursion_limit"})
-}
+BENCHMARK_CODE = CodeConfig(
+    max_tests=0, compare="decimal", cpu_s=6.0, memory_mb=3072, recursion_limit=50_000, packages=True
+)
+"""LiveCodeBench's rules: all tests, its comparison, 6 s a test, its recursion limit, numpy, and of memory, for which it
+has no limit, as much as a jail may use in all."""
+_BENCHMARK_DEFAULTS: dict[str, Any] = {"code": BENCHMARK_CODE.model_dump(exclude_unset=True)}
 
 
 def _partial(model: type[Settings], *, without: tuple[str, ...] = ()) -> type[Settings]:
@@ -441,6 +452,18 @@ class StageJudges(Settings):
     rl_code: JudgeOverrides = JudgeOverrides()
     evaluate: JudgeOverrides = JudgeOverrides()
     """Judging of benchmark answers. By default programs are judged as LiveCodeBench does, whatever `[verify]` says."""
+
+
+def own_benchmark_settings(verify: VerifyConfig) -> dict[str, Any]:
+    """Return those of complete judge settings that evaluation does not take from `[verify]`, as `[judge.evaluate]`."""
+    settings = verify.model_dump(mode="json")
+    return {name: {key: settings[name][key] for key in of} for name, of in _BENCHMARK_DEFAULTS.items()}
+
+
+def has_benchmark_default(key: str) -> bool:
+    """Return whether evaluation has a value of its own for a setting `section.name` of `[verify]`."""
+    section, _, name = key.partition(".")
+    return name in _BENCHMARK_DEFAULTS.get(section, ())
 
 
 def judge_of(stage: JudgedStage, common: VerifyConfig, judges: StageJudges) -> VerifyConfig:

@@ -21,6 +21,7 @@ from klear_core.evaluate.stats.intervals import (
     new_problems_interval,
     rerun_interval,
 )
+from klear_core.prompts import NO_CLOSE_TAG
 from klear_core.scores import SAMPLES_FOLDER, Estimate, PassAtK, Score, StablePass
 from klear_core.types import Difficulty, EvalSample, FinishReason, MathReference, Outcome, Problem, Verdict
 
@@ -29,7 +30,8 @@ Counts = Mapping[str, tuple[int, int]]
 """Right and scored answers by problem id."""
 
 _RIGHT = "right"
-"""The vote of all right answers, because `0.5` and `1/2` are one answer."""
+"""The vote of all right answers, because `0.5` and `1/2` are one answer. Wrong ones are told apart by their text, so
+that forms of one wrong value split, and maj@n is a little higher than with a judge between all answers."""
 
 
 class Shares(Settings):
@@ -86,6 +88,8 @@ class AnswerCounts:
     num_truncated: int = 0
     num_ends_unknown: int = 0
     num_no_answer: int = 0
+    num_untagged: int = 0
+    """Complete answers that are no answer because they lack `</think>`."""
     num_without_verdict: int = 0
     unscored: Counter[Outcome] = field(default_factory=Counter)
 
@@ -105,6 +109,7 @@ class AnswerCounts:
             self.unscored[verdict.outcome] += 1
             return
         self.num_no_answer += verdict.outcome is Outcome.NO_ANSWER
+        self.num_untagged += finish_reason == "stop" and NO_CLOSE_TAG in verdict.detail
         problem.num_scored += 1
         problem.num_correct += verdict.is_correct
 

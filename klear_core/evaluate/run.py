@@ -33,6 +33,7 @@ from klear_core.evaluate.score import (
     make_report,
     metrics_of,
     read_math_vote,
+    tag_note,
     template_score,
     warning_lines,
 )
@@ -179,6 +180,7 @@ def report_scores(
     judge, read_vote = judge_record(verify), partial(read_math_vote, verify)
     reports: list[EvalReport] = []
     ledger: list[LedgerStep] = []
+    notes: list[str] = []
     for benchmark in suite:
         name, problems = benchmark.name, benchmark.problems
         clusters = benchmark.clusters
@@ -193,6 +195,7 @@ def report_scores(
             judge=judge,
         )
         ledger.append(ledger_step(name, tallies))
+        notes += filter(None, [tag_note(name, tallies)])
         templates: list[TemplateScore] = []
         for template in cfg.templates:
             tallies = tally(_stored(cfg, benchmark, workdir, template), problems, clusters=clusters)
@@ -209,7 +212,7 @@ def report_scores(
     telemetry.log(metrics, step=0)
     counts["problems"] = sum(report.num_problems for report in reports)
     counts["answers"] = sum(step.num_in for step in ledger)
-    notes = [*warning_lines(reports)]
+    notes += warning_lines(reports)
     for benchmark, report in zip(suite, reports, strict=True):
         own = (_line_of_earlier(cfg, benchmark, workdir), fence_note(report, benchmark.problems))
         notes += filter(None, own)

@@ -196,6 +196,17 @@ def fence_note(report: EvalReport, problems: Iterable[Problem]) -> str:
     )
 
 
+def tag_note(benchmark: str, tallies: Tallies) -> str:
+    """Return how many complete answers lack `</think>`, if it is most of them; else nothing."""
+    sampled = tallies["sampled"]
+    if 2 * sampled.num_untagged <= sampled.num_answers:
+        return ""
+    return (
+        f"{benchmark}: {percent(sampled.num_untagged / sampled.num_answers)} of the answers are complete and lack "
+        "</think>, so that they count as no answer; for a model that writes no think tags set verify.tags=none"
+    )
+
+
 def read_math_vote(verify: VerifyConfig, response: str) -> str | None:
     """Return the answer that the math judge reads in a response, in one spelling; None if there is none."""
     text = find_answer_text(response, verify)

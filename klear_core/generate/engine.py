@@ -260,9 +260,14 @@ _FEWEST_ANSWERS = 4  # before an engine is compared with others
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds that a request took for each of its tokens, averaged over an engine's last answers."""
+    """Seconds that an engine's last answers took for each of their tokens.
 
-    seconds_per_token: float = 0.0
+    All their seconds over all their tokens: a short answer that waited for room in a full cache says little.
+    """
+
+    mean_seconds: float = 0.0
+    mean_tokens: float = 0.0
+    """Averages over its last answers."""
     num_answers: int = 0
     num_tokens: int = 0
     """Tokens of all answers since `since`."""
@@ -274,12 +279,18 @@ class Pace:
         self.num_answers += 1
         self.num_tokens += num_tokens
         weight = 1 / min(self.num_answers, _AVERAGE_OVER)
-        self.seconds_per_token += weight * (seconds / max(1, num_tokens) - self.seconds_per_token)
+        self.mean_seconds += weight * (seconds - self.mean_seconds)
+        self.mean_tokens += weight * (num_tokens - self.mean_tokens)
 
     def rate(self, at: float) -> float:
         """Return the tokens a second since the last call."""
         rate, self.num_tokens, self.since = self.num_tokens / max(1e-9, at - self.since), 0, at
         return rate
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Return the seconds for a token of its last answers."""
+        return self.mean_seconds / max(1.0, self.mean_tokens)
 
     @property
     def is_known(self) -> bool:

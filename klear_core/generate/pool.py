@@ -54,6 +54,7 @@ class EnginePool:
         self._max_suspects: int | None = None
         """Suspects that one engine may have at a time; halved with each further death until one is alone."""
         self._failure: BaseException | None = None
+        self._shares_until = 0.0  # time at which slow engines are looked for again
 
         self.cache_tokens = None
 
@@ -205,7 +206,9 @@ class EnginePool:
             if not slot.running:
                 span(slot.engine.name, "sample", slot.busy_since, time.monotonic())
             slot.pace.add(now() - sent_at, max((len(c.token_ids) for c in completions), default=0))
-            share_by_pace(self._slots)
+            if now() >= self._shares_until:  # not with each answer: hundreds of engines give a hundred a second
+                self._shares_until = now() + _SHARES_S
+                share_by_pace(self._slots)
             if not request.answer.done():
                 request.answer.set_result(completions)
         slot.num_in_vain = 0  # even a refusal shows that the engine works
@@ -342,13 +345,11 @@ class PooledEngine(InferenceEngine, Protocol):
         ...
 
     async def start(self) -> None:
-        """Start the engine, or another in place of one that died or was closed.
-
-        Raise EngineLost if it dies meanwhile.
-        """
+        """Start the engine, or another in place of one that died or was closed. EngineLost if it dies meanwhile."""
         ...
 
 
+_SHARES_S = 1.0  # between two looks for slow engines
 _TOLD_BELOW = 0.5  # share of its requests below which an engine is named
 _SLOWER = 1.2  # times the seconds a token of the median engine, from which on an engine counts as slower
 
@@ -364,9 +365,11 @@ def share_by_pace(slots: Sequence[Slot]) -> None:
         return
     usual = statistics.median(slot.pace.seconds_per_token for slot in known)
     for slot in known:
-        before = slot.share
         slot.share = min(1.0, (_SLOWER * usual / max(1e-9, slot.pace.seconds_per_token)) ** 3)
-        if slot.share < _TOLD_BELOW <= before:
+        if slot.share == 1.0:
+            slot.is_named_slow = False
+        elif slot.share < _TOLD_BELOW and not slot.is_named_slow:  # once: its share goes up and down meanwhile
+            slot.is_named_slow = True
             log.warning(
                 "%s is slow: %.1f times as long a token as the median of %d engines; it gets fewer requests until it "
                 "is not. Look at the clocks, temperature and other processes of its node",
@@ -405,6 +408,7 @@ class Slot:
     """Time of the monotonic clock at which it got its first request after none."""
     share: float = 1.0
     """Part of its limit that the engine is sent, below 1 if it is slower than the others."""
+    is_named_slow: bool = False
 
     @property
     def is_away(self) -> bool:

@@ -27,7 +27,8 @@ _NOISE = re.compile(r" (INFO|DEBUG) \d\d-\d\d |Completed \||^\s*$")
 """Lines of the log that no error is in."""
 _REMEDIES = (
     (
-        r"out of memory|No available memory for the cache blocks|Free memory on device",
+        r"out of memory|No available memory for the cache blocks|larger than the available KV cache memory|"
+        r"Free memory on device",
         "another process holds memory of this GPU (`klear doctor --gpu` names it), or the engine needs less: lower "
         "engine.max_model_len or raise engine.runtime.tensor_parallel; with a learner on the GPU, lower "
         "engine.runtime.gpu_memory_utilization",

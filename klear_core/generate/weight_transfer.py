@@ -1,8 +1,9 @@
 """Send weights from the learner's memory to the engines: over NCCL between GPUs, over gloo between CPUs.
 
-For each transfer, each engine and the learner (rank 0) create their own process group, and close it afterwards. So an
-engine that dies breaks no other engine's group, and a replacement engine simply joins the next transfer. Creating the
-groups takes about a second with NCCL; an RL step takes minutes. Learner and engines may be on different nodes.
+For each transfer, each engine and a rank of the learner (0 in their group) create their own process group, and close it
+afterwards. So an engine that dies breaks no other engine's group, and a replacement engine simply joins the next
+transfer. Creating the groups takes about a second with NCCL; an RL step takes minutes. The ranks of the learner share
+out the engines, as none could send to hundreds of them. Learner and engines may be on different nodes.
 
 vLLM's weight transfer is not used, because its trainer side waits in NCCL for ever if an engine is gone, and
 because it has no CPU backend, so that none of it could be tested without GPUs.
@@ -37,7 +38,7 @@ CHUNK_BYTES = 256 << 20
 
 
 class WeightServer:
-    """The learner's side of a transfer; runs on learner rank 0."""
+    """The side of a transfer that sends; runs on every learner rank that has engines to send to."""
 
     def __init__(self, host: str, *, timeout_s: float) -> None:
         """Listen on a free port; `host` is this machine's name or address for the engines."""

@@ -212,21 +212,19 @@ def _opd_stages(config: PipelineConfig, problems: str) -> Iterator[Stage]:
     """Yield the stages of on-policy distillation, and those that make its teacher."""
     if config.opd is None:
         return
+    code_teacher = config.opd.code_teacher
     yield from _teacher_stages(config, config.opd.teacher, "opd_teacher", section="opd.teacher")
-    if config.opd.code_teacher:
-        yield from _teacher_stages(config, config.opd.code_teacher, "opd_code_teacher", section="opd.code_teacher")
+    if code_teacher:
+        yield from _teacher_stages(config, code_teacher, "opd_code_teacher", section="opd.code_teacher")
     rollouts = {"model": "sft", "problems": problems}
     yield _stage("opd_rollouts", OpdRolloutsJob.of(config), rollouts, section="opd")
     scores = {"rollouts": "opd_rollouts", "student": "sft", "teacher": "opd_teacher"}
-    scored = {"scores": "opd_scores"}
-    if config.opd.code_teacher is None:
-        yield _stage("opd_scores", OpdScoresJob.of(config), scores, section="opd")
-    else:
-        scores["problems"] = problems
-        yield _stage("opd_scores", OpdScoresJob.of(config, Domain.MATH), scores, section="opd")
+    scores |= {"problems": problems} if code_teacher else {}
+    yield _stage("opd_scores", OpdScoresJob.of(config, Domain.MATH if code_teacher else None), scores, section="opd")
+    scored = {"scores": "opd_scores"} | ({"code_scores": "opd_code_scores"} if code_teacher else {})
+    if code_teacher:
         of_code = scores | {"teacher": "opd_code_teacher"}
         yield _stage("opd_code_scores", OpdScoresJob.of(config, Domain.CODE), of_code, section="opd")
-        scored["code_scores"] = "opd_code_scores"
     yield _stage("opd", OpdJob.of(config), {"model": "sft", **scored}, label="OPD")
 
 
@@ -481,8 +479,11 @@ def workspace_root(workspace: WorkspaceConfig) -> Path:
 
 
 def open_store(workspace: WorkspaceConfig, *, checked_by: CheckedBy | None = None) -> LocalStore:
-    """Return the store of the workspace's artifacts; `checked_by` replaces `workspace.check_artifacts`."""
+    """Return the store of the workspace's artifacts, with another check if given. ConfigError if a file is there."""
     root, checked_by = workspace_root(workspace) / "artifacts", checked_by or workspace.check_artifacts
+    there = next(path for path in root.parents if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"workspace.root = {workspace.root!r}: {there} is not a folder")
     if not workspace.store:
         return LocalStore(root, checked_by=checked_by)
     from klear_core.artifacts.bucket import LeaseTimes

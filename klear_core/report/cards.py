@@ -130,7 +130,7 @@ def _scores_section(facts: CardFacts) -> str:
     said = (
         "avg@n is the share of right answers in n samples per problem, averaged over problems. The two columns after "
         f"the value are {percent(CONFIDENCE, 0)} intervals: re-run, for these problems and other samples (compare "
-        "published scores with it); other problems, for a new draw of such problems (compare models with it). Cut off: "
+        "published scores with it); other problems, for a new draw of such problems. Cut off: "
         "the answer ran out of tokens. No answer: the judge found none. Not judged: the judge failed; those are in no "
         "score."
     )

@@ -181,10 +181,12 @@ class StallWatch:
 
     def check(self) -> None:
         """Raise TrainingError if there was no progress for the stall timeout; before that, name what is pending."""
-        self._silence.check(now() - self._seen_at, self._sampler.pending)
+        # First: answers may have come since the last check, which is made only where a wait for them has timed out.
         if self._seen != self._sampler.num_finished_requests:
             self._seen, self._seen_at = self._sampler.num_finished_requests, now()
-        elif now() - self._seen_at >= self._sampler.stall_timeout_s:
+        silent_s = now() - self._seen_at
+        self._silence.check(silent_s, self._sampler.pending)
+        if silent_s >= self._sampler.stall_timeout_s:
             raise self._sampler.stalled(self._sampler.stall_timeout_s)
 
 
@@ -333,8 +335,9 @@ def _has_result(task: asyncio.Task[Rollout]) -> bool:
 class Lookahead:
     """Collect batches one after the other in the background, at most `depth` ahead of the batch in use.
 
-    Each call of `allow_another` permits one more; entering the context permits `depth + 1`. With `is_in_turn` a batch is
-    given only when all permitted ones are complete, so that the policy of exactly `depth` versions before sampled it.
+    Each call of `allow_another` permits one more; entering the context permits `depth + 1`. With `is_in_turn` a batch
+    is given only when all permitted ones are complete, so that the policy of exactly `depth` versions before sampled
+    it.
     """
 
     def __init__(

@@ -43,6 +43,7 @@ from klear_core.verify.code.program import check_size, find_program
 from klear_core.verify.judge_calls import JudgeBackend, JudgeCalls, done_verdict, pass_on
 from klear_core.verify.math.answer_text import boxed_texts, find_answer, quoted
 from klear_core.verify.math.rules import compared_texts, decide, unboxed_verdict, usable_references
+from klear_core.verify.sandbox.jail_command import has_numpy, python_for
 
 _LOG = logging.getLogger(__name__)
 _TRIALS_AT_A_TIME = 256
@@ -81,10 +82,17 @@ class JudgePool:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return warnings about the judging, to be stored with the stage's artifact."""
+        """Return warnings about the judging of programs, to be stored with the stage's artifact."""
+        notes = []
         if self.cfg.sandbox == "rlimits-only":
-            return ('untrusted programs ran with limits only, without isolation (verify.sandbox = "rlimits-only")',)
-        return ()
+            notes.append('untrusted programs ran with limits only, without isolation (verify.sandbox = "rlimits-only")')
+        python = python_for(self.cfg.limits)
+        if self.cfg.code.packages and not has_numpy(python):
+            notes.append(
+                f"{python} has no numpy, as LiveCodeBench's harness has: programs that import it are wrong "
+                "(sh infra/firejail/setup.sh installs it)"
+            )
+        return tuple(notes)
 
     def check_sandbox(self) -> str:
         """Check that the sandbox isolates programs and return its name. Call this before spending compute.

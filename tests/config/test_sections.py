@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from klear_core.config.data_jobs import STAGE_SECTIONS, section_of, sections_used
 from klear_core.config.load import load_profile
@@ -43,3 +44,11 @@ def test_what_is_given_uses_no_settings_of_its_training() -> None:
     assert used("promote.margin=5") == everything | {"promote"}
     assert used("rl.distill={}", "rl_teacher={}") == everything | {"rl_teacher"}
     assert used("rl.distill={}", "rl_teacher.source={kind='given', model={path='m'}}") == everything | {"rl_teacher"}
+
+
+def test_several_greedy_answers_to_a_problem_are_refused() -> None:
+    greedy = {"evaluate": {"sampling": {"temperature": 0}}}
+    benchmark = {"known": "aime24", "source": "copy.jsonl"}
+    with pytest.raises(ValidationError, match="all answers to a problem of aime24 would be the same one"):
+        PipelineConfig.model_validate({"benchmarks": [benchmark], **greedy})
+    PipelineConfig.model_validate({"benchmarks": [benchmark | {"num_samples": 1}], **greedy})

@@ -35,10 +35,12 @@ SchedulerParameters=sched_interval=1
 SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-$(for i in $(seq $nodes); do echo "NodeName=n$i NodeAddr=10.77.0.$i CPUs=4 State=UNKNOWN"; done)
+GresTypes=gpu
+$(for i in $(seq $nodes); do echo "NodeName=n$i NodeAddr=10.77.0.$i CPUs=4 Gres=gpu:1 State=UNKNOWN"; done)
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=first Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 END
+echo "Name=gpu File=/dev/null" >/etc/slurm/gres.conf   # it only has to exist
 echo "127.0.0.1 localhost" >"$folder/hosts"; echo "10.77.0.254 $host" >>"$folder/hosts"
 for i in $(seq $nodes); do echo "10.77.0.$i n$i" >>"$folder/hosts"; done
 mount --bind "$folder/hosts" /etc/hosts

@@ -63,7 +63,7 @@ class Slurm:
         settings = (*SMALL, f"workspace.root={self.workspace}", "workspace.submit.cpus_per_node=4")
         words = [word for setting in settings for word in ("--set", setting)]
         command = [sys.executable, "-c", "from flows.cli import main; main()", "submit", "configs/smoke", "--to", to]
-        return self.on("n1", *command, "--until", "rl", *args, *words, **environment)
+        return self.on("n1", *command, "--until", "rl", *words, *args, **environment)
 
     def states(self) -> str:
         """The states of the jobs that Slurm knows."""
@@ -162,6 +162,29 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_is_queued_again_to_t
     slurm.until(lambda: "ended with 75 (interruption): queued again" in slurm.log)
     slurm.until(lambda: "✓ rl" in slurm.log)
     assert_same(slurm.workspace, straight, "rl", attempts=2)
+
+
+def test_a_run_whose_gpus_are_idle_is_ended_by_idle_kill_and_not_queued_again(slurm: Slurm):
+    """Slurm's nodes have a GPU each by its settings alone, and a stand-in for nvidia-smi says how busy it is."""
+    bin_ = slurm.folder / "bin"
+    bin_.mkdir()
+    (bin_ / "nvidia-smi").write_text(f"#!/bin/sh\ncat {slurm.folder}/busy\n")
+    (bin_ / "nvidia-smi").chmod(0o755)
+    (slurm.folder / "busy").write_text("97\n")
+    limit = ("--idle-kill", "10%/1m", "--retry", "error,interruption", "--queue", "first")
+    path = f"{bin_}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    long = ("--set", "workspace.submit.gpus_per_node=1", "--set", "rl.num_steps=1000")
+    slurm.submit(*limit, *long, PATH=path)
+    slurm.until_it_trains("sft")
+    assert "Partition=first" in (job := slurm("scontrol", "show", "job", "1"))
+    assert re.search("gres.gpu=1|gpu:1", job)
+    (slurm.folder / "busy").write_text("3\n")
+    slurm.until(lambda: "its GPUs computed less than 10% in 1m: idle_kill" in slurm.log)
+    while "RUNNING" in (job := slurm("scontrol", "show", "job", "1")) or "COMPLETING" in job:
+        time.sleep(0.5)
+    assert "queued again" not in slurm.log
+    assert "Restarts=0" in job
+    assert "ExitCode=3:0" in job
 
 
 @pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="needs klear[cluster]: Ray takes jobs by its dashboard")

@@ -8,8 +8,17 @@ from evaluate_fakes import RIGHT, SILENT, UNJUDGED, WRONG, make_problem, make_sa
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import tally
-from klear_core.evaluate.score import fence_note, ledger_step, make_report, metrics_of, powers_of_two, warning_lines
+from klear_core.evaluate.score import (
+    fence_note,
+    ledger_step,
+    make_report,
+    metrics_of,
+    powers_of_two,
+    tag_note,
+    warning_lines,
+)
 from klear_core.evaluate.stats.intervals import estimates_of, new_problems_interval, rerun_interval
+from klear_core.prompts import NO_CLOSE_TAG
 from klear_core.scores import EvalReport
 from klear_core.types import Difficulty, Domain, EvalSample, Outcome, Problem, Verdict
 
@@ -45,6 +54,22 @@ def test_what_could_not_be_judged_is_in_no_mean_and_is_counted() -> None:
     assert warning_lines([report]) == (
         "toy: 1 of 3 problems have no sampled answer that could be judged and are missing from its scores: p002",
     )
+
+
+def test_most_complete_answers_without_the_end_of_a_thought_are_noted() -> None:
+    untagged = replace(SILENT, detail=NO_CLOSE_TAG)
+
+    def note(*ends: str) -> str:
+        samples = [
+            make_sample(0, i, untagged if end else RIGHT, finish_reason=end or "stop") for i, end in enumerate(ends)
+        ]
+        return tag_note("toy", tally(samples, PROBLEMS))
+
+    assert note("stop", "stop", "") == (
+        "toy: 66.7\N{NO-BREAK SPACE}% of the answers are complete and lack </think>, so that they count as no answer; for "
+        "a model that writes no think tags set verify.tags=none"
+    )
+    assert note("stop", "") == note("length", "length", "") == ""  # half of them, and answers that were cut off
 
 
 def test_programs_that_nobody_asked_to_fence_are_noted_and_math_is_not() -> None:

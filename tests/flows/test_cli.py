@@ -54,6 +54,7 @@ def test_without_a_command_the_help_is_shown(klear):
     assert "Usage" in klear().out
 
 
+@pytest.mark.usefixtures("no_hub")
 @pytest.mark.parametrize("profile", PROFILES, ids=str)
 def test_every_profile_of_the_repository_can_be_planned(klear, monkeypatch, tmp_path, profile):
     monkeypatch.chdir(ROOT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from manifests import manifest
 from rich.console import Console
 from stored_evaluations import RIGHT, evaluation, said, sample
@@ -15,6 +16,8 @@ from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.curate import CurateConfig
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.verify import VerifyConfig, judge_of
+from klear_core.errors import ConfigError
 from klear_core.pipeline.preflight.checks import problems_with
 from klear_core.pipeline.preflight.exposure import given_contamination
 from klear_core.types import Difficulty, Domain, MathReference, Problem, problem_id_of
@@ -88,6 +91,27 @@ def test_a_model_brings_the_settings_of_its_last_evaluation(tmp_path: Path) -> N
     assert taken is not None
     assert taken.origin == f"its evaluation {scored.fingerprint[:8]}"
     assert taken.sections["evaluate"]["sampling"]["max_new_tokens"] == 32_768
+
+
+def test_a_model_is_judged_again_by_the_settings_of_its_last_evaluation(tmp_path: Path) -> None:
+    """Stored are those of training, `tokens` and 16 tests, which are not the defaults of benchmarks."""
+    scored = evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
+    (record,) = [record for record in read_manifest(scored.path).inputs if record.role == "model"]
+    model = tmp_path / "artifacts" / record.kind / record.fingerprint
+    again = config(tmp_path, model, "q")
+    judge = judge_of("evaluate", again.verify, again.judge)
+    assert judge == VerifyConfig.model_validate(read_manifest(scored.path).config["verify"])
+    assert (judge.code.compare, judge.code.max_tests) == ("tokens", 16)
+    other = config(tmp_path, model, "q", overrides=["judge.evaluate.code.compare=exact", "verify.tags=none"])
+    judge = judge_of("evaluate", other.verify, other.judge)
+    assert (judge.code.compare, judge.code.max_tests, judge.tags) == ("exact", 16, "none")
+
+
+def test_a_setting_of_verify_that_no_evaluation_has_is_refused_with_the_one_that_it_has(tmp_path: Path) -> None:
+    model = trained_model(tmp_path)
+    with pytest.raises(ConfigError, match=r"set judge\.evaluate\.code\.compare"):
+        config(tmp_path, model, "q", overrides=["verify.code.compare=tokens"])
+    assert config(tmp_path, model, "q", overrides=["verify.math.cpu_s=3"]).verify.math.cpu_s == 3
 
 
 def test_a_part_of_a_benchmark_has_a_name_of_its_own(tmp_path: Path) -> None:

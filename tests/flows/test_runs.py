@@ -303,6 +303,21 @@ def test_a_run_that_reaches_a_limit_ends_itself_and_its_record_says_why(tmp_path
     assert own.record.why == why
 
 
+@pytest.mark.parametrize("told", ["echo '[N/A]'", "exit 9"])  # of a GPU in parts (MIG); the driver does not answer
+def test_a_run_whose_gpus_cannot_be_looked_at_is_not_ended_as_idle_and_says_so(tmp_path, monkeypatch, caplog, told):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{told}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    limits = SubmitConfig(idle_kill="10%/30s")
+    own = RunRecorder(record(1), RunHistory.of(tmp_path), (), limits=limits)
+    with own.recording(PipelineConfig()):
+        deadline = time.monotonic() + 60
+        while "idle_kill ends nothing" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert own.record.gpu_busy is None
+
+
 # ---- one run ----
 
 

@@ -1,17 +1,25 @@
 """`klear submit`: what it prints, what it refuses, and what it hands to a cluster."""
 
+import json
 import re
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from uuid import UUID
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.cli import app
 from klear_core.errors import ConfigError, ResourceError
 
-SMALL_CLUSTER = "workspace.submit.gpus_per_node=1"
+DOCKER = ("prefect.pool=docker", "image=klear")
+POD = ("image=klear", "cpus_per_node=8", "memory_gb_per_node=64", "kube.volume=runs")
 
 
 def submitted(tmp_path: Path, *args: str) -> str:
@@ -39,6 +47,7 @@ def test_a_dry_run_prints_plan_files_and_command_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("no_hub")
 def test_gpu_hours_and_price_of_the_nodes_that_are_asked_for_are_shown(tmp_path):
     eight = ("workspace.submit.gpus_per_node=8", "hardware.price_per_gpu_hour=2", "hardware.gpu_memory_gb=80")
     settings = [word for setting in eight for word in ("--set", setting)]
@@ -81,6 +90,11 @@ def test_what_does_not_fit_the_nodes_that_are_asked_for_is_refused(tmp_path):
             "the pool's job template has it",
         ),
         ("slurm", ["image=klear"], "Slurm starts no container"),
+        ("slurm", ["slurm.sbatch={nodes='3'}"], "nodes is set by klear submit itself"),
+        ("slurm", ["slurm.sbatch={no-requeue=''}"], "no-requeue is set by klear submit itself"),
+        ("kube", [*POD, "kube.schedule='61 3 * * 1'"], "no times as cron writes them"),
+        ("kube", [*POD, "kube.schedule='@every 6h'", "kube.time_zone=Mars"], "no time zone, such as Europe/Berlin"),
+        ("kube", [*POD, "image=my image"], "workspace.submit.image = 'my image': no name of an image"),
     ],
 )
 def test_what_a_target_cannot_do_is_refused(tmp_path, target, settings, refused):
@@ -106,8 +120,7 @@ def test_an_option_that_cannot_be_read_is_refused_with_what_it_may_be(tmp_path, 
 
 @pytest.mark.parametrize("target", ["slurm", "ray", "kube", "prefect"])
 def test_a_deadline_is_a_moment_in_the_profile_of_the_run(tmp_path, target):
-    pod = ["image=klear", "cpus_per_node=8", "memory_gb_per_node=64", "kube.volume=runs"]
-    needs = {"kube": pod, "prefect": ["queue=klear"]}
+    needs = {"kube": POD, "prefect": ["queue=klear"]}
     asked = [word for setting in needs.get(target, ()) for word in ("--set", f"workspace.submit.{setting}")]
     before = datetime.now(UTC)
     shown = submitted(tmp_path, "smoke", "--to", target, "--deadline", "2h", *asked, "--dry-run")
@@ -138,6 +151,7 @@ def test_commands_are_printed_as_a_shell_takes_them(tmp_path):
 def test_files_that_no_node_reads_are_written_here_whatever_the_nodes_call_their_workspace(tmp_path, monkeypatch):
     stand_in(tmp_path / "bin", "ray", "true")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://head:8265")
     profile = Path("configs/smoke").absolute()
     monkeypatch.chdir(tmp_path)
     submitted(Path("/nowhere/runs"), str(profile), "--to", "ray")
@@ -200,6 +214,88 @@ def test_a_run_for_prefect_needs_a_server_that_answers(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="PREFECT_API_URL: not set"):
         submitted(tmp_path / "runs", *asked)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_for_ray_needs_the_address_of_a_cluster(tmp_path, monkeypatch):
+    """Without one `ray job submit` takes the cluster that runs on this machine, whosever it is."""
+    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="RAY_API_SERVER_ADDRESS: not set"):
+        submitted(tmp_path / "runs", "smoke", "--to", "ray")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_workspace_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file is not a folder"):
+        submitted(tmp_path / "file" / "runs", "smoke", "--to", "slurm", "--dry-run")
+
+
+def test_what_a_cluster_says_in_several_lines_is_one(tmp_path, monkeypatch):
+    said = "sbatch: error: invalid partition specified: gpus\\nsbatch: error: Batch job submission failed"
+    stand_in(tmp_path / "bin", "sbatch", f"printf '{said}\\n' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    with pytest.raises(ResourceError, match=r"specified: gpus; sbatch: error: Batch job submission failed$"):
+        submitted(tmp_path / "runs", "smoke", "--to", "slurm")
+
+
+class PrefectPools(BaseHTTPRequestHandler):
+    """A Prefect server with one pool of Docker, `dock`, and its default queue."""
+
+    status = 200
+
+    def do_GET(self) -> None:
+        self.reply(True, status=404 if "csrf" in self.path else 200)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        own = {"id": str(UUID(int=1)), "name": "default", "priority": 1, "work_pool_id": str(UUID(int=2))}
+        pool = {"id": str(UUID(int=2)), "name": "dock", "type": "docker", "default_queue_id": own["id"]}
+        self.reply([own] if "queues" in self.path else [pool], status=self.status)
+
+    def reply(self, value: object, status: int = 200) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The handler as the server of PREFECT_API_URL."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["queue=dok"], "queue = 'dok': no work pool; there are: dock"),
+        (["queue=dock"], "prefect.pool = 'process': the pool dock is of type docker"),
+        (["queue=dock", "priority=high", *DOCKER], "priority = 'high': no work queue of dock; there are: default"),
+    ],
+)
+def test_a_pool_that_prefect_has_not_is_refused_with_those_that_it_has(tmp_path, monkeypatch, settings, said):
+    asked = [word for setting in settings for word in ("--set", f"workspace.submit.{setting}")]
+    with served(PrefectPools, monkeypatch), pytest.raises(ConfigError, match=re.escape(said)):
+        submitted(tmp_path / "runs", "smoke", "--to", "prefect", *asked)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_prefect_server_that_wants_a_password_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(PrefectPools, "status", 401)
+    with served(PrefectPools, monkeypatch), pytest.raises(ConfigError, match=r"with 401; set PREFECT_API_AUTH_STRING$"):
+        submitted(tmp_path / "runs", "smoke", "--to", "prefect", "--queue", "dock")
 
 
 def test_of_a_traceback_the_last_line_is_shown(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from virtual_clock import run_virtually
 
-from klear_core.generate.engine import SamplingParams
+from klear_core.generate.engine import Pace, SamplingParams
 from klear_core.generate.pool import EnginePool
 from klear_core.types import Completion
 
@@ -69,6 +69,16 @@ def test_a_slow_engine_gets_fewer_requests_and_is_named(caplog: pytest.LogCaptur
     assert engines[2].num_answers < engines[0].num_answers / 3
     named = [record.getMessage() for record in caplog.records if "is slow" in record.getMessage()]
     assert [message.partition(" is slow")[0] for message in named] == ["engine 2"]
+
+
+def test_a_short_answer_that_waited_for_room_does_not_make_an_engine_slow() -> None:
+    """The mean of each answer's seconds for a token would be 50 times as long."""
+    pace = Pace()
+    for _ in range(100):
+        pace.add(10.0, 1000)
+    assert pace.seconds_per_token == pytest.approx(0.01)
+    pace.add(10.0, 1)
+    assert pace.seconds_per_token == pytest.approx(0.01, rel=0.06)
 
 
 def test_equal_engines_get_equal_shares_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,6 +43,7 @@ def test_the_last_words_of_a_dead_process_and_of_its_children_are_kept(
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "gpu_memory_utilization"),
         ("ValueError: No available memory for the cache blocks.", "max_model_len"),
+        ("ValueError: 4 GiB is needed, which is larger than the available KV cache memory (2 GiB)", "max_model_len"),
         ("RuntimeError: The NVIDIA driver on your system is too old (found version 12040).", "klear doctor --gpu"),
         ("OSError: [Errno 24] Too many open files", "ulimit -n"),
     ],

@@ -149,10 +149,8 @@ def test_settings_that_contradict_each_other_are_refused(
         config(opd, **changes)
 
 
-def test_tokens_that_the_hub_cannot_show_now_are_compared_before_the_teacher_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for 20 seconds
+@pytest.mark.usefixtures("no_hub")
+def test_tokens_that_the_hub_cannot_show_now_are_compared_before_the_teacher_is_loaded(tmp_path: Path) -> None:
     runtime = {"cache_dir": str(tmp_path / "cache")}
     away = {"kind": "given", "model": {"repo": "Qwen/Teacher-30B", "revision": "0" * 40, "runtime": runtime}}
     assert list(token_problems(PendingWork.of(config({"teacher": {"source": away}}), None, ()))) == []

@@ -22,7 +22,7 @@ from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import to_samples
 from klear_core.rl.interfaces import RlSetup
 from klear_core.rl.loop import stream_of
-from klear_core.rl.rollout import Sampler, StepRollouts
+from klear_core.rl.rollout import Sampler, StallWatch, StepRollouts
 from klear_core.rl.state import RlState
 from klear_core.rl.stream import PromptStream
 from klear_core.types import Completion, Judge
@@ -268,6 +268,29 @@ def test_a_stall_is_an_error_that_says_what_is_pending():
     cfg = config().model_copy(update={"runtime": config().runtime.model_copy(update={"stall_timeout_s": 60.0})})
     with pytest.raises(TrainingError, match=r"16 answers from the slow engine, 0 verdicts"):
         run_virtually(drive(cfg, SlowEngine(mean_s=1e9, tail=0)))
+
+
+def test_a_pause_after_many_answers_is_no_silence(caplog: pytest.LogCaptureFixture):
+    """A check is made where a wait times out: the first one after 90 s of answers sees those, and 15 s of quiet."""
+
+    class Busy:
+        num_finished_requests, stall_timeout_s = 0, 1e6
+
+        def pending(self) -> str:
+            return "the engine"
+
+    async def watched() -> None:
+        watch = StallWatch(Busy())
+        await asyncio.sleep(90)
+        watch._sampler.num_finished_requests = 40
+        await asyncio.sleep(15)
+        watch.check()
+        assert caplog.messages == []
+        await asyncio.sleep(60)
+        watch.check()
+
+    run_virtually(watched())
+    assert caplog.messages == ["nothing has happened for 60 s: waiting for the engine"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -243,6 +244,45 @@ def test_weights_may_go_directly_for_longer_than_the_limit_as_long_as_the_learne
     learner = RayLearner(setup, Restarts(allowed=0), 0, is_direct=True)
     learner._gang.ranks = [SlowSender()]
     assert run_virtually(learner.send_weights({0: SlowFetcher()})) == {}
+
+
+class SharingSender(SlowSender):
+    """Keeps the engines that it is asked to send to, and offers them its own port."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.engines: list[int] = []
+        self.offer_weights.answer = replace(self.offer_weights.answer, port=port)
+
+        def send(offer: WeightOffer, engines: Sequence[int]) -> Awaitable[list[int]]:
+            assert offer.port == port
+            self.engines += engines
+            return asyncio.sleep(2, [])
+
+        self.send_weights = Method("send", [], send)
+
+
+class ToldFetcher(SlowFetcher):
+    """Keeps the offer that it is told to fetch."""
+
+    def remote(self, offer: WeightOffer) -> asyncio.Future[None]:
+        self.offer = offer
+        return super().remote(offer)
+
+
+def test_learner_ranks_share_out_the_engines_that_they_send_weights_to(base: Path, tmp_path: Path) -> None:
+    setup = RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path)
+    learner = RayLearner(setup, Restarts(allowed=0), 0, is_direct=True)
+    learner._gang.ranks = ranks = [SharingSender(port) for port in (100, 200, 300)]
+    fetchers = {i: ToldFetcher() for i in (0, 1, 2, 5, 6)}
+    assert run_virtually(learner.send_weights(fetchers)) == {}
+    assert [rank.engines for rank in ranks] == [[0, 5], [1, 6], [2]]
+    assert {i: (f.offer.engine, f.offer.port) for i, f in fetchers.items()} == {
+        0: (0, 100), 5: (5, 100), 1: (1, 200), 6: (6, 200), 2: (2, 300)
+    }  # fmt: skip
+    # With one engine the other ranks have none, and still take part in gathering the weights.
+    assert run_virtually(learner.send_weights({7: ToldFetcher()})) == {}
+    assert [rank.send_weights.calls for rank in ranks] == [["send"] * 2] * 3
 
 
 @pytest.mark.slow

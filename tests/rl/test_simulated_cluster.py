@@ -6,6 +6,7 @@ The benchmark shows each setup when it ends.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from klear_core.generate.engine import SamplingParams
 from klear_core.types import Completion
 
 sys.path.append(str(Path(__file__).parents[1] / "bench" / "rl"))
-from bench_rollout_scale import Setup, measure_each
+from bench_rollout_scale import Setup, measure_each, setups
 from simulated_cluster import BLOCK, SimulatedEngine, SimulatedEngines
 
 PROMPT = b"00001"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def params(seed: int) -> SamplingParams:
@@ -54,7 +56,7 @@ class Sampled:
 
 def sample(count: int, *, cache_tokens: int = 376_000, load_at_s: float | None = None) -> Sampled:
     async def main() -> Sampled:
-        engines = SimulatedEngines([engine(cache_tokens=cache_tokens)])
+        engines = SimulatedEngines([engine(cache_tokens=cache_tokens)], send_s=5)
         await engines.start()
         tasks = [asyncio.create_task(engines.generate(PROMPT, params(seed))) for seed in range(count)]
         if load_at_s is not None:
@@ -106,3 +108,21 @@ def test_the_benchmark_shows_the_row_of_a_setup_before_it_simulates_the_next(
         name = f"rollout_scale/8_gpus/{groups}_groups/synchronous/slower side"
         (value,) = [m["value"] for m in measures if m["name"] == name]
         assert f"slower side {value:.3g} busy" in row
+
+
+@pytest.mark.parametrize(
+    "setup", [s for s in setups() if (s.least or s.has_long_tail) and s.num_gpus < 1024], ids=lambda s: s.name
+)
+def test_the_pages_have_what_was_simulated_and_no_target_was_missed(setup: Setup) -> None:
+    start = setup.name.removeprefix("rollout_scale/") + "/"
+    measured = json.loads((DOCS / "data" / "rollout_scale.json").read_text())["rows"]
+    found = {row["name"].removeprefix(start): row for row in measured if row["name"].startswith(start)}
+    assert found["slower side"]["target"] == ("-" if setup.least is None else f">= {setup.least}")
+    assert all(row["ok"] for row in found.values())
+    steps, engines, learner = (found[what]["value"] for what in ("steps", "engines", "learner"))
+    staleness = f"{found['staleness/mean']['value']:.1f} ({found['staleness/max']['value']})"
+    of_all = f"| {steps:.1f} | {engines:.2f} | {learner:.2f} | {staleness} | {found['host']['value']:.1f} |"
+    assert of_all in (DOCS / "data" / "rollout_scale.md").read_text()
+    bold = [f"**{share:.2f}**" if share == max(engines, learner) else f"{share:.2f}" for share in (engines, learner)]
+    least = "-" if setup.least is None else f"{setup.least:.2f}"
+    assert f"| {steps:.1f} | {bold[0]} | {bold[1]} | {least} |" in (DOCS / "scale.md").read_text()

@@ -162,6 +162,15 @@ def test_rl_refuses_to_train_with_a_fast_path_of_vllm_that_disagrees(base: Path,
             assert "0.5 nats per token" in asyncio.run(main())
 
 
+@pytest.mark.parametrize("fast", [{"kv_cache_dtype": "fp8"}, {"engine_args": {"block_size": 32}}])
+def test_a_fast_path_of_vllm_cannot_be_used_without_the_check(fast: dict) -> None:
+    engine = {"kind": "vllm", **fast}
+    with pytest.raises(ValueError, match="nothing would tell whether their log-probs are the policy's"):
+        RlConfig.model_validate({"rollout": {"engine": engine}, "runtime": {"engine_check": "off"}})
+    RlConfig.model_validate({"rollout": {"engine": engine}})
+    RlConfig.model_validate({"rollout": {"engine": {"kind": "vllm"}}, "runtime": {"engine_check": "off"}})
+
+
 class Handle:
     """Stands for Ray's handle of an actor: each method runs in a thread of this process, as in a process of its own."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import packed, random_rows, rows_of_groups, tiny_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from klear_core.errors import ConfigError
 from klear_core.generate.model_weights import tensor_shapes
@@ -209,6 +209,23 @@ def test_layers_whose_state_would_flow_from_row_to_row_are_refused(folder, tmp_p
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"mamba_d_conv": 4}))
     with pytest.raises(ConfigError, match=r"mamba_d_conv=4; .* carry a state from one packed row to the next"):
+        check_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_experts"),
+    [
+        ("qwen3_moe", 128),
+        ("mixtral", 8),
+        ("gpt_oss", 128),
+        ("deepseek_v3", 256),
+        ("ernie4_5_moe", 64),
+        ("llama4_text", 16),
+    ],
+)
+def test_mixtures_of_experts_are_refused_by_name(tmp_path: Path, model_type: str, num_experts: int):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{model_type} is a mixture of {num_experts} experts"):
         check_architecture(tmp_path)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import ONE, nll_heads, packed, random_rows, tiny_folder
 
-from klear_core.config.train import OptimConfig
+from klear_core.config.train import OptimConfig, TrainRuntime
 from klear_core.errors import TrainingError
 from klear_core.train.model import load_model
 from klear_core.train.step import Updater, profiled, save_bad_batch
@@ -76,6 +76,12 @@ def test_a_batch_that_cannot_be_kept_hides_no_error(tmp_path, caplog):
         save_bad_batch(tmp_path / "skipped", random_rows([4]), step=9, num_skipped=2, max_skipped=1)
     with profiled((0, 9), 3, tmp_path / "skipped", rank=0):
         torch.ones(4) @ torch.ones(4)
+
+
+def test_steps_to_record_that_end_before_they_begin_are_refused() -> None:
+    assert TrainRuntime(profile_steps=(3, 3)).profile_steps == (3, 3)
+    with pytest.raises(ValueError, match=r"profile_steps = \[3, 2\]: the first step comes after the last"):
+        TrainRuntime(profile_steps=(3, 2))
 
 
 @pytest.mark.parametrize(("step", "is_recorded"), [(1, False), (2, True), (3, True), (4, False)])

@@ -170,6 +170,18 @@ FORMS = {
     'a future that calls the tests': ('import threading\ngot=[]\nev=threading.Event()\nf=start(4)\nf.add_done_callback(lambda fu: (got.append(fu.result()),ev.set()))\nassert ev.wait(6) and got==[16]', 'from concurrent.futures import ThreadPoolExecutor\nimport time\n_e=ThreadPoolExecutor(1)\ndef start(x): return _e.submit(lambda: (time.sleep(.05),x*x)[1])', 'x*x', 'x'),
     'a timer that rings again and again': ('import threading\nn=[]\nev=threading.Event()\ndef tick():\n    n.append(1)\n    if len(n)>=3: ev.set()\np=Every(0.005,tick)\np.start()\nassert ev.wait(6)\np.stop()\nassert len(n)>=3', 'import threading\nclass Every:\n    def __init__(s,t,f): s.t,s.f,s.e=t,f,threading.Event()\n    def start(s):\n        s.th=threading.Thread(target=s.run); s.th.start()\n    def run(s):\n        while not s.e.wait(s.t): s.f()\n    def stop(s): s.e.set(); s.th.join()', 's.th.join()', 'raise ValueError'),
     'an object of the program in the body of a class': ('class Box:\n    stack = Stack()\n    def size(self): return len(self.stack)\nBox.stack.push(1)\nassert Box().size() == 1', STACK, 'return len(self._items)', 'return 0'),
+    'a descriptor of the program that is only set': ("class A:\n    age = Typed(int)\na = A()\na.age = 3\nassert a.age == 3 and a.__dict__ == {'age': 3}\ntry:\n    a.age = 'x'\n    assert False\nexcept TypeError:\n    pass", 'class Typed:\n    def __init__(self, t): self.t = t\n    def __set_name__(self, o, n): self.n = n\n    def __set__(self, obj, v):\n        if not isinstance(v, self.t): raise TypeError(self.n)\n        obj.__dict__[self.n] = v', 'not isinstance', 'isinstance'),
+    'a descriptor that keeps its values by instance': ('class A:\n    x = Slot(1)\na, b = A(), A()\na.x = 5\nassert (a.x, b.x) == (5, 1)', 'import weakref\nclass Slot:\n    def __init__(self, d): self.d, self.v = d, weakref.WeakKeyDictionary()\n    def __get__(self, obj, owner=None): return self if obj is None else self.v.get(obj, self.d)\n    def __set__(self, obj, v): self.v[obj] = v', 'self.v[obj] = v', 'self.d = v'),
+    'a cached property of the program': ('n = []\nclass A:\n    @cached_property\n    def y(self):\n        n.append(1)\n        return len(n)\na = A()\nassert a.y == 1 and a.y == 1 and A().y == 2', 'from functools import cached_property as _c\nclass cached_property(_c): pass', 'pass', '\n    def __get__(s, o, t=None): return s.func(o)'),
+    'a lazy attribute of the program': ('calls = []\nclass A:\n    @lazy\n    def y(self):\n        calls.append(1)\n        return 42\na = A()\nassert a.y == 42 and a.y == 42 and calls == [1]', 'class lazy:\n    def __init__(self, f): self.f = f\n    def __set_name__(self, owner, name): self.name = name\n    def __get__(self, obj, owner=None):\n        if obj is None: return self\n        v = self.f(obj)\n        obj.__dict__[self.name] = v\n        return v', 'obj.__dict__[self.name] = v', 'pass'),
+    'a class of the program as decorator of a method': ("class A:\n    @counted\n    def f(self, x): return x\na = A()\nassert a.f(3) == 3 and a.f(4) == 4\nassert A.__dict__['f'].n == 2", 'import functools, types\nclass counted:\n    def __init__(self, f): self.f, self.n = f, 0\n    def __call__(self, *a):\n        self.n += 1\n        return self.f(*a)\n    def __get__(self, obj, owner=None):\n        return self if obj is None else types.MethodType(self, obj)', '+= 1', '+= 2'),
+    'a method decorated by the program': ('class A:\n    def __init__(self): self.k = 2\n    @double\n    def f(self, x): return self.k * x\nassert A().f(3) == 12', 'import functools\ndef double(f):\n    @functools.wraps(f)\n    def inner(*a): return 2 * f(*a)\n    return inner', '2 * f', 'f'),
+    'a function of the tests registered by its annotation': ("@show.register\ndef _(x: list): return 'list'\nassert show([1]) == 'list' and show(1) == 'any'", "from functools import singledispatch\n@singledispatch\ndef show(x): return 'any'", "'any'", "'one'"),
+    'a protocol of the program': ("class D:\n    def quack(self): return 'q'\nassert isinstance(D(), Duck) and not isinstance(3, Duck) and talk(D()) == 'q!'", "from typing import Protocol, runtime_checkable\n@runtime_checkable\nclass Duck(Protocol):\n    def quack(self): ...\ndef talk(d): return d.quack() + '!'", "'!'", "'?'"),
+    'a coroutine of the program that waits for an event of the tests': ("import asyncio\nasync def main():\n    e = asyncio.Event()\n    async def setter():\n        await asyncio.sleep(0)\n        e.set()\n    r, _ = await asyncio.gather(wait_for(e), setter())\n    return r\nassert asyncio.run(main()) == 'ok'", "async def wait_for(e):\n    await e.wait()\n    return 'ok'", "'ok'", "'no'"),
+    'a coroutine of the program that waits for one of the tests': ('import asyncio\nasync def main():\n    b = Bus()\n    async def later():\n        await asyncio.sleep(0.01)\n        await b.put(7)\n    got, _ = await asyncio.gather(b.get(), later())\n    return got\nassert asyncio.run(main()) == 7', 'import asyncio\nclass Bus:\n    def __init__(self): self.q = asyncio.Queue()\n    async def put(self, x): await self.q.put(x)\n    async def get(self): return await self.q.get()', 'self.q.put(x)', 'self.q.put(x + 1)'),
+    'coroutines of the tests at the same time in the program': ('import asyncio\nnow = peak = 0\nasync def job():\n    global now, peak\n    now += 1\n    peak = max(peak, now)\n    await asyncio.sleep(0.001)\n    now -= 1\nasyncio.run(limited([job] * 5, 2))\nassert peak == 2', 'import asyncio\nasync def limited(fs, n):\n    sem = asyncio.Semaphore(n)\n    async def one(f):\n        async with sem: return await f()\n    return await asyncio.gather(*(one(f) for f in fs))', 'Semaphore(n)', 'Semaphore(n + 1)'),
+    'a task of the program that is cancelled': ("import asyncio\nasync def main():\n    t = asyncio.create_task(forever())\n    await asyncio.sleep(0.01)\n    t.cancel()\n    try:\n        await t\n    except asyncio.CancelledError:\n        pass\n    return state\nassert asyncio.run(main()) == ['cleaned']", "import asyncio\nstate = []\nasync def forever():\n    try:\n        while True: await asyncio.sleep(0.001)\n    finally:\n        state.append('cleaned')", "'cleaned'", "'dirty'"),
     "tests that end with sys.exit(0)": ("import sys\nassert add(1, 2) == 3\nsys.exit(0)", "def add(a, b): return a + b", "a + b", "a"),
 }  # fmt: skip
 
@@ -253,3 +265,21 @@ def test_no_object_of_a_program_makes_an_assertion_hold(code_pool: JudgePool, cl
     for name, cheat in CHEATS.items():
         verdict = code_pool.submit(problem(asserts_reference(CLAIMS[claim])), fenced(YES + cheat)).result()
         assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 0.0), (name, verdict.detail)
+
+
+def test_a_descriptor_of_a_program_replaces_no_method_of_the_tests(code_pool: JudgePool) -> None:
+    tests = "class Box:\n    part = Part()\n    def check(self, x): return x == 3\nbox = Box()\nassert box.part is not None\nassert box.check(add(1, 2))"
+    for attack in (
+        "obj.check = yes",
+        "owner.check = yes",
+        "obj.__dict__['check'] = yes",
+        "obj.__class__.check = yes",
+        "vars(obj).update(check=yes)",
+    ):
+        program = f"def yes(*a): return True\nclass Part:\n    def __get__(self, obj, owner=None):\n        try: {attack}\n        except Exception: pass\n        return 1\ndef add(a, b): return 4"
+        verdict = code_pool.submit(problem(asserts_reference(tests)), fenced(program)).result()
+        assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 0.0), (attack, verdict.detail)
+        right = code_pool.submit(
+            problem(asserts_reference(tests)), fenced(program.replace("return 4", "return a + b"))
+        ).result()
+        assert right.score == 1.0, (attack, right.detail)

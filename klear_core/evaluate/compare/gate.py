@@ -19,7 +19,7 @@ from klear_core.config.load import explained
 from klear_core.config.pipeline import DEFAULT_MARGIN
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
-from klear_core.evaluate.compare.paired import PairedComparison, compare_sampled, read_evaluation
+from klear_core.evaluate.compare.paired import PairedComparison, compare_sampled, compare_together, read_evaluation
 from klear_core.evaluate.compare.promotion import Check, better, comparable, non_inferior
 from klear_core.evaluate.stats.significance import confidence_at
 from klear_core.scores import p_value, points
@@ -40,7 +40,7 @@ class GatePolicy(Settings):
     """Tier of single benchmarks. `critical`, the default: a loss of the margin must be excluded. `supporting`: no loss
     may be shown. `advisory`: is reported, and decides nothing."""
     gain: bool = False
-    """Whether a gain must be shown on at least one benchmark that is not advisory."""
+    """Whether a gain must be shown on a benchmark that is not advisory, or on all of these together."""
     looks: tuple[Annotated[float, Field(ge=0.1, le=1)], ...] = (1.0,)
     """Shares of the planned samples at which this gate is asked, the last 1. Several share the error of one."""
 
@@ -119,10 +119,13 @@ def gate(policy: GatePolicy, new: Path, old: Path, *, look: int = 1) -> GateResu
     checks = comparable(found, before, is_="first evaluation")
     comparisons: tuple[PairedComparison, ...] = ()
     if all(check.is_passed for check in checks):
-        comparisons = compare_sampled(before, found, level=_level(policy, look))
+        level = _level(policy, look)
+        comparisons = compare_sampled(before, found, level=level)
         checks += [_check(policy, comparison) for comparison in comparisons]
         if policy.gain:
-            checks.append(better([c for c in comparisons if policy.tiers.get(c.benchmark) != "advisory"], {}))
+            counted = [c for c in comparisons if policy.tiers.get(c.benchmark) != "advisory"]
+            together = compare_together(before, found, [c.benchmark for c in counted], level=level)
+            checks.append(better(counted, together, {}))
     failed = [check for check in checks if not check.is_passed]
     verdict: GateVerdict = "passed"
     if failed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -18,7 +19,13 @@ from klear_core.evaluate.stats.intervals import (
     paired_new_problems_interval,
     paired_rerun_interval,
 )
-from klear_core.evaluate.stats.significance import corrected_by_question, gate_confidence, holm, sign_flip_test
+from klear_core.evaluate.stats.significance import (
+    corrected_by_question,
+    gate_confidence,
+    holm,
+    sign_flip_test,
+    unseen_loss,
+)
 from klear_core.scores import SAMPLES_FOLDER, Estimate, EvalReport, Range, read_reports
 from klear_core.types import EvalSample
 
@@ -41,7 +48,8 @@ class PairedComparison(Settings):
     floor_binds: bool
     """Whether `new_problems` has the least width for so few problems, which could miss a change of two of them."""
     corrected: Range | None = Field(default=None, exclude_if=lambda ends: ends is None)
-    """`new_problems` at a level corrected for the number of benchmarks, for the rule of the champion."""
+    """`new_problems` at a level corrected for all tests of a gain, for the rule of the champion. Its lower end is below
+    0, too, where a rare loss that was not drawn explains the gain (`unseen_loss`)."""
     rerun: Range | None
     """Interval of the difference over other samples of the same problems; None for greedy answers."""
     p: float = Field(ge=0, le=1)
@@ -126,12 +134,33 @@ def compare_sampled(
 ) -> tuple[PairedComparison, ...]:
     """Compare avg@n alone, with the interval `corrected`: greedy answers are no part of either correction.
 
-    `level` gives the confidence level to use, from that of the later evaluation.
+    `level` gives the confidence level to use, from that of the later evaluation. With several benchmarks half of the
+    error is left for all of them together (`compare_together`).
     """
-    found = _compare(before, after, num_tests=len(after.reports), level=level)
+    num = len(after.reports)
+    found = _compare(before, after, num_tests=2 * num if num > 1 else 1, level=level)
     compared = [c for c in found if c.decoding == "sampled"]
     corrected = holm([c.p for c in compared])
     return tuple(c.model_copy(update={"p_corrected": p}) for c, p in zip(compared, corrected, strict=True))
+
+
+def compare_together(
+    before: Evaluation,
+    after: Evaluation,
+    benchmarks: Sequence[str],
+    *,
+    level: Callable[[float], float] = lambda confidence: confidence,
+) -> PairedComparison | None:
+    """Compare avg@n over all problems of several benchmarks, as of one benchmark; None for fewer than two.
+
+    Each problem has the same weight, and one of several benchmarks counts once. It has half of the error that
+    `compare_sampled` shares out.
+    """
+    if len(benchmarks) < 2:
+        return None
+    confidence = level(after.reports[benchmarks[0]].confidence)
+    found = _compare_one(before, after, benchmarks=benchmarks, decoding="sampled", num_tests=2, confidence=confidence)
+    return found.model_copy(update={"benchmark": "all together", "p_corrected": min(1.0, 2 * found.p)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +213,7 @@ def _compare(
             if (name, decoding) in before.counts and (name, decoding) in after.counts:
                 confidence = level(after.reports[name].confidence)
                 found = _compare_one(
-                    before, after, benchmark=name, decoding=decoding, num_tests=num_tests, confidence=confidence
+                    before, after, benchmarks=[name], decoding=decoding, num_tests=num_tests, confidence=confidence
                 )
                 comparisons.append(found)
     return comparisons
@@ -194,28 +223,31 @@ def _compare_one(
     before: Evaluation,
     after: Evaluation,
     *,
-    benchmark: str,
+    benchmarks: Sequence[str],
     decoding: Decoding,
     num_tests: int | None,
     confidence: float,
 ) -> PairedComparison:
-    counts_before, counts_after = before.counts[benchmark, decoding], after.counts[benchmark, decoding]
-    pair = _scored_in_both(counts_before, counts_after)
+    """Compare two evaluations on the problems of the benchmarks, which are taken together."""
+    counts = [(before.counts[name, decoding], after.counts[name, decoding]) for name in benchmarks]
+    pair = _scored_in_both(counts)
     if pair is None:
-        raise DataError(f"benchmark {benchmark!r}: the two evaluations have no scored problem in common")
-    report_before, report_after = before.reports[benchmark], after.reports[benchmark]
+        raise DataError(f"benchmark {benchmarks[0]!r}: the two evaluations have no scored problem in common")
+    asked = [[_asked(each.reports[name]) for name in benchmarks] for each in (before, after)]
     corrected = None
     if num_tests is not None:
-        corrected = paired_new_problems_interval(*pair, confidence=gate_confidence(confidence, num_tests)).range
+        ends = paired_new_problems_interval(*pair, confidence=gate_confidence(confidence, num_tests)).range
+        beyond = pair[1].mean - pair[0].mean - float(unseen_loss(pair[1].value - pair[0].value))
+        corrected = Range(low=min(ends.low, max(beyond, -1.0)), high=ends.high)
     # another run would give the same greedy answers
     found = _difference(*pair, confidence=confidence, has_rerun=decoding == "sampled")
     assert found.num_changed is not None, "only files of earlier versions lack it"
     assert found.floor_binds is not None, "only files of earlier versions lack it"
     return PairedComparison(
-        benchmark=benchmark,
+        benchmark=benchmarks[0],
         decoding=decoding,
         num_problems=found.num_problems,
-        num_unpaired=len(counts_before.scored.keys() ^ counts_after.scored.keys()),
+        num_unpaired=sum(len(old.scored.keys() ^ new.scored.keys()) for old, new in counts),
         before=pair[0].mean,
         after=pair[1].mean,
         difference=found.value,
@@ -228,9 +260,13 @@ def _compare_one(
         num_changed=found.num_changed,
         num_clusters=found.num_clusters,
         confidence=confidence,
-        is_same_decoding=(result_settings(report_before.decoding), report_before.prompt)
-        == (result_settings(report_after.decoding), report_after.prompt),
+        is_same_decoding=asked[0] == asked[1],
     )
+
+
+def _asked(report: EvalReport) -> tuple[dict[str, Any], str]:
+    """Return how the questions of a benchmark were asked."""
+    return result_settings(report.decoding), report.prompt
 
 
 # ---- one difference ----
@@ -252,22 +288,30 @@ class PairedDifference(Estimate):
 
 def paired_difference(before: AnswerCounts, after: AnswerCounts, *, confidence: float) -> PairedDifference | None:
     """Return the mean difference over the problems scored in both, after minus before; None if there is none."""
-    pair = _scored_in_both(before, after)
+    pair = _scored_in_both([(before, after)])
     if pair is None:
         return None
     return _difference(*pair, confidence=confidence, has_rerun=before.has_several and after.has_several)
 
 
-def _scored_in_both(before: AnswerCounts, after: AnswerCounts) -> tuple[Estimates, Estimates] | None:
-    """Return both scores of each problem that has both, in one order; None if no problem has."""
-    scores = before.scored, after.scored
-    shared = sorted(scores[0].keys() & scores[1].keys())  # sorted: sums must not depend on the order of a set
-    if not shared:
+def _scored_in_both(counts: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> tuple[Estimates, Estimates] | None:
+    """Return both scores of each problem that has both, in one order; None if no problem has.
+
+    `counts` has those before and after of each benchmark; a problem of several benchmarks counts once.
+    """
+    scores: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    clusters: list[str] = []
+    seen: set[str] = set()
+    for before, after in counts:
+        shared = sorted(before.scored.keys() & after.scored.keys() - seen)  # sums must not depend on a set's order
+        scores[0].extend(before.scored[i] for i in shared)
+        scores[1].extend(after.scored[i] for i in shared)
+        # an evaluation of an earlier version does not know the clusters of its problems
+        clusters += [after.problems[i].cluster or before.problems[i].cluster for i in shared]
+        seen.update(shared)
+    if not seen:
         return None
-    # an evaluation of an earlier version does not know the clusters of its problems
-    clusters = [after.problems[i].cluster or before.problems[i].cluster for i in shared]
-    estimates = [estimates_of([scored[i] for i in shared], clusters=clusters) for scored in scores]
-    return estimates[0], estimates[1]
+    return estimates_of(scores[0], clusters=clusters), estimates_of(scores[1], clusters=clusters)
 
 
 def _difference(before: Estimates, after: Estimates, *, confidence: float, has_rerun: bool) -> PairedDifference:

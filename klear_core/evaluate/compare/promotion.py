@@ -1,10 +1,10 @@
 """Decide whether a model becomes champion, by a rule of several parts that must all be passed.
 
 The new model must be non-inferior to the champion, and to the best champion before it, on every benchmark, and better
-than the champion on at least one. Asking for all needs no correction for several tests (an intersection-union test,
-Berger 1982); asking for one of several does. "Better" needs both the sign-flip test (Holm), which holds for models that
-are exchangeable on every problem, and the interval over other problems (Bonferroni), which holds for rare large losses.
-docs/promotion.md explains the parts.
+than the champion on at least one, or on the problems of all together. Asking for all needs no correction for several
+tests (an intersection-union test, Berger 1982); asking for one of several does. "Better" needs both the sign-flip test
+(Holm), which holds for models that are exchangeable on every problem, and the interval over other problems
+(Bonferroni), which holds for rare large losses. docs/promotion.md explains the parts.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from klear_core.evaluate.compare.paired import (
     Evaluation,
     PairedComparison,
     compare_sampled,
+    compare_together,
     flipped_answers,
     read_evaluation,
 )
@@ -191,7 +192,8 @@ def decide(
         if old is not None and is_comparable:
             comparisons = compare_sampled(old, new)
             checks += [non_inferior(c, margin=rule.margin_of(c.benchmark)) for c in comparisons]
-            checks.append(better(comparisons, candidate.chosen_on))
+            counted = [c.benchmark for c in comparisons if c.benchmark not in candidate.chosen_on]
+            checks.append(better(comparisons, compare_together(old, new, counted), candidate.chosen_on))
     if best is not None:
         checks.append(_anchored(rule, new, best))
     failed = [check for check in checks if not check.is_passed]
@@ -360,17 +362,21 @@ def non_inferior(c: PairedComparison, *, margin: float, setting: str = "promote.
     return Check(rule="non-inferior", benchmark=c.benchmark, is_passed=is_passed, is_inconclusive=is_open, text=text)
 
 
-def better(comparisons: Sequence[PairedComparison], chosen_on: Mapping[str, str]) -> Check:
+def better(
+    comparisons: Sequence[PairedComparison], together: PairedComparison | None, chosen_on: Mapping[str, str]
+) -> Check:
     """Return whether a gain is shown where the model was not chosen, by test and interval, each corrected.
 
-    The test alone would call a model better that loses a few problems entirely and gains little on the others, if none
-    of the few was drawn. It is inconclusive if the interval of a benchmark that counts allows for a gain.
+    `together` is the comparison over the problems of all benchmarks that count: many problems exclude rare losses,
+    which few do not. The test alone would call a model better that loses a few problems entirely and gains little on
+    the others, if none of the few was drawn. Inconclusive if the interval of a counting benchmark allows for a gain.
     """
     counted = [c for c in comparisons if c.benchmark not in chosen_on]
-    shown = [c for c in counted if is_gain(c)]
+    asked = [*counted, together] if together else counted
+    shown = [c for c in asked if is_gain(c)]
     listed = [
         f"{c.benchmark} {points(c.difference)} points, {p_value(c.p_corrected)}, other problems {_corrected_text(c)}"
-        for c in shown or comparisons
+        for c in shown or [*comparisons, *([together] if together else [])]
     ]
     corrected = f", corrected for {len(comparisons)} benchmarks" if len(comparisons) > 1 else ""
     what = "a gain is shown on" if shown else "no gain is shown:"

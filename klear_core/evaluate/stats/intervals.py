@@ -4,7 +4,8 @@ Two intervals belong to each score, because it can be asked for two things:
 
 - re-run: the score that these problems would have if each were sampled infinitely often. Its only noise is that of
   sampling. Published scores are compared with it, and it has no meaning for greedy decoding.
-- new problems: the score on all problems of this kind, of which these are a random draw. Models are compared with it.
+- new problems: the score on all problems of this kind, of which these are a random draw. Which of two models is better,
+  a test decides (`significance.py`).
 
 The unit of the second is the problem, because samples of one problem are correlated; where problems come in clusters
 (the problems of a contest, of a subject, of a template), it is the cluster. No interval over problems can be narrow and
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from statistics import fmean, stdev
 
 import numpy as np
@@ -83,7 +85,7 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
         raise ValueError(
             f"pass@{k} needs at least {k} scored answers of every problem; one has {min(too_few, default=0)}"
         )
-    exact = tuple(1 - Fraction(math.comb(num - right, k), math.comb(num, k)) for right, num in counts)
+    exact = tuple(_exact(right, num, k) for right, num in counts)
     values = [float(value) for value in exact]
     noise = [_noise(num, right, k) for right, num in counts]
     steps = [k / num for _, num in counts]
@@ -94,6 +96,12 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
         exact=exact,
         clusters=numbered(clusters),
     )
+
+
+@lru_cache(maxsize=100_000)
+def _exact(num_right: int, num: int, k: int) -> Fraction:
+    """Return pass@k of one problem; few counts differ, and fractions are slow."""
+    return 1 - Fraction(math.comb(num - num_right, k), math.comb(num, k))
 
 
 def estimates_without_noise(
@@ -123,6 +131,7 @@ def numbered(clusters: Sequence[str] | None) -> Ints | None:
     return np.array(numbers) if len(found) > 1 else None
 
 
+@lru_cache(maxsize=100_000)
 def _noise(num: int, right: int, k: int) -> float:
     """Return an unbiased estimate of the variance of pass@k of one problem; nan where there are too few samples.
 
@@ -394,8 +403,8 @@ def g_pass_at_k(num_samples: int, num_correct: int, k: int, *, threshold: float)
 def maj_at_n(answers: Sequence[str | None], is_correct: Sequence[bool]) -> Fraction:
     """Return maj@n of one problem: the share of right samples among those that gave the most common answer.
 
-    `answers` are normalised texts; None, no answer, gets no vote. Of several most common answers each is chosen with
-    the same chance. 0 if no sample has an answer.
+    `answers` are votes: samples with equal ones voted alike; None, no answer, gets no vote. Of several most common
+    votes each is chosen with the same chance. 0 if no sample has an answer.
     """
     assert len(answers) == len(is_correct), (len(answers), len(is_correct))
     votes = Counter(a for a in answers if a is not None)

@@ -29,6 +29,7 @@ PROFILE = "profile/run.toml"
 
 _MAX_NAME = 36
 """Characters of a name; KubeRay's limit for a RayCronJob."""
+_IMAGE = r"[\w][\w.:/@-]*"
 _OBJECT_NAME = r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?"
 _UNUSED: Mapping[Target, Mapping[str, str]] = {
     "slurm": {"image": "Slurm starts no container: let slurm.setup start one"},
@@ -178,8 +179,14 @@ def _lost_results(config: PipelineConfig) -> Iterator[str]:
         yield f"workspace.root = {root!r}: the job's folder ends with it; set an absolute path, or workspace.store"
 
 
+def _image_problem(submit: SubmitConfig) -> Iterator[str]:
+    if submit.image and not re.fullmatch(_IMAGE, submit.image):
+        yield f"workspace.submit.image = {submit.image!r}: no name of an image"
+
+
 def _kube_problems(config: PipelineConfig) -> Iterator[str]:
     submit, root = config.workspace.submit, config.workspace.root
+    yield from _image_problem(submit)
     for name in ("image", "cpus_per_node", "memory_gb_per_node"):
         if not getattr(submit, name):
             yield f"workspace.submit.{name}: a pod needs it"
@@ -205,6 +212,8 @@ def _prefect_problems(submit: SubmitConfig) -> Iterator[str]:
         yield "workspace.submit.queue: the name of the work pool"
     if pool != "process" and not submit.image:
         yield f"workspace.submit.image: a pool of type {pool} needs it"
+    if "{" not in submit.image:  # Prefect's placeholders are refused as such
+        yield from _image_problem(submit)
     if pool == "process" and submit.image:
         yield f"workspace.submit.image = {submit.image!r}: a pool of processes starts no container"
     if pool == "kubernetes":

@@ -16,6 +16,8 @@ _WARN_S = 300
 """Seconds before the end of an allocation at which the run is asked to save a checkpoint."""
 _FINAL = f"0 | 2 | {LIMIT_STATUS} | 130 | 143"
 """Exit statuses after which a run is not started again: done, wrong settings, a limit of its own, cancelled."""
+_MAY_BE_REPLACED = {"mincpus", "mem", "gpus-per-node"}
+"""Options that `slurm.sbatch` may give in a form of the site's own, such as `gpus-per-node = "h100:8"`."""
 
 # ---- Slurm ----
 
@@ -37,7 +39,7 @@ def slurm(submission: Submission, *, workdir: Path) -> Prepared:
 
 def _options(submission: Submission, workdir: Path) -> list[str]:
     submit = submission.submit
-    options = {
+    options: dict[str, str | int | None] = {
         "job-name": submission.name,
         "nodes": str(submit.nodes),
         "ntasks-per-node": "1",
@@ -53,9 +55,12 @@ def _options(submission: Submission, workdir: Path) -> list[str]:
         "open-mode": "append",
         "chdir": str(workdir),
         "output": str(submission.folder / "log").replace("%", "%%"),
-        **submit.slurm.sbatch,
     }
     flags = ["exclusive", "requeue" if "interruption" in submit.retry else "no-requeue"]
+    own = {*options, *flags, "requeue", "no-requeue", "array"} - _MAY_BE_REPLACED
+    if taken := own & submit.slurm.sbatch.keys():
+        raise ConfigError(f"workspace.submit.slurm.sbatch: {', '.join(sorted(taken))} is set by klear submit itself")
+    options |= submit.slurm.sbatch
     flags += [name for name, value in submit.slurm.sbatch.items() if not value]
     return [*flags, *(f"{name}={_quoted(value)}" for name, value in options.items() if value)]
 

@@ -52,13 +52,13 @@ def decision_lines(decision: Decision, *, with_all: bool = False) -> list[Text]:
 
 def _scores(bench: BenchmarkView) -> Table:
     """Return one line per model. Intervals are those of avg@n; the page has those of the other scores."""
-    title = f"{bench.name}: {bench.num_problems:,} held-out problems, {bench.confidence} intervals of avg@n"
+    title = f"{bench.name}: {bench.num_problems:,} problems, {bench.confidence} intervals of avg@n"
     table = Table(title=title, title_justify="left", title_style="bold", **_PLAIN)
     table.add_column("model", style="bold")
     table.add_column(f"avg@{bench.num_samples}", justify="right")
     for name in ("re-run", "other problems"):
         table.add_column(name, justify="right", style="dim")
-    for name in ("greedy", f"pass@{bench.k}", "cut off", "unparsed"):
+    for name in ("greedy", f"pass@{bench.k}", "cut off", "no answer"):
         table.add_column(name, justify="right")
     for row in bench.rows:
         greedy = row.greedy.value if row.greedy else NONE
@@ -94,10 +94,10 @@ def _legend(bench: BenchmarkView) -> Text:
     """Return the explanation of the two intervals and of p."""
     text = (
         "re-run: these problems, other samples (compare published scores with it); other problems: a new draw of such "
-        "problems (compare models with it)"
+        "problems"
     )
     if bench.num_compared:
-        text += f"; p: sign-flip test, corrected for {bench.num_compared} comparisons, gives the verdict"
+        text += f"; p: sign-flip test, corrected for {bench.num_compared} comparisons, gives the verdict on models"
     return Text(text, style="dim")
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from klear_core.config.benchmark_prompts import QUESTION
+from klear_core.config.benchmark_prompts import MATH_PROMPTS, QUESTION
 from klear_core.config.evaluate import (
     PLAIN_TEMPLATE,
     HttpEngineConfig,
@@ -38,6 +38,12 @@ def decoding_text(profile: DecodingProfile) -> str:
         f"up to {s.max_new_tokens:,} new tokens",
     ]
     return f"{', '.join(parts)}; {_engine_text(profile)}; {profile.seed_policy}"
+
+
+def _asked_text(report: EvalReport) -> str:
+    """Describe how a benchmark was asked and its answers sampled; the plain prompt is not mentioned."""
+    prompt = "" if report.prompt == "plain" else f"; prompt {report.prompt}"
+    return decoding_text(report.decoding) + prompt
 
 
 def _engine_text(profile: DecodingProfile) -> str:
@@ -249,7 +255,7 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
     last = scored[-1][1]
     differences = [d for d in facts.differences if d.scores.benchmark == name]
     axis = axis_of(differences)
-    decodings = dict.fromkeys(decoding_text(report.decoding) for _, report in scored)
+    decodings = dict.fromkeys(_asked_text(report) for _, report in scored)
     # A model whose judge failed often may lack the largest k; its cell is then empty.
     k = max(report.pass_at[-1].k for _, report in scored)
     rows = [_row(facts, m, report, k=k) for m, report in scored]
@@ -278,7 +284,9 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
 def _templates(report: EvalReport) -> tuple[tuple[str, str], ...]:
     if not report.templates:
         return ()
-    return ((PLAIN_TEMPLATE, QUESTION), *((template.name, template.text) for template in report.templates))
+    text = report.prompt if QUESTION in report.prompt else MATH_PROMPTS.get(report.prompt, "the benchmark's own prompt")
+    first = (PLAIN_TEMPLATE, QUESTION) if report.prompt == "plain" else (report.prompt, text)
+    return (first, *((template.name, template.text) for template in report.templates))
 
 
 def _template_row(model: ModelFacts, report: EvalReport) -> TemplateRow:
@@ -330,7 +338,7 @@ def _row(facts: Facts, model: ModelFacts, report: EvalReport, *, k: int) -> Mode
         unscored=unscored,
         has_unscored=num_unscored > 0,
         mean_tokens=number(round(report.mean_tokens)),
-        decoding=decoding_text(report.decoding),
+        decoding=_asked_text(report),
     )
 
 

@@ -346,7 +346,7 @@ class JailSlot:
         if self._jail is not None and self._needs_restart:
             self.discard()
         if self._jail is None:
-            self._jail = Jail(self._backend, self._cfg.limits)
+            self._jail = Jail(self._backend, self._cfg.jail_limits)
             self._needs_restart = False
             self._num_programs = 0
             self._must_load = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import resource
 import signal
 import time
@@ -37,6 +38,7 @@ Parsed = tuple[object, ...]
 # CPU seconds beyond its limit after which a comparison is killed, if the alarm could not stop one long C call.
 _BACKSTOP_CPU_S = 2
 _MAX_DETAIL = 500
+_INDEXED_I = re.compile(r"(?<![\\a-zA-Z])I\s*_")
 
 
 class CpuLimitError(BaseException):
@@ -105,6 +107,7 @@ def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:
 # All samples of a problem are compared with the same references.
 @lru_cache(maxsize=4096)
 def _parse_boxed(text: str) -> Parsed:
+    text = _INDEXED_I.sub("ω_", text)  # the parser would read `I_1` as the imaginary unit
     return tuple(map(_plain_symbols, parse(rf"\boxed{{{text}}}", _BOXED_EXTRACTION, parsing_timeout=None)))
 
 

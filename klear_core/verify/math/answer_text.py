@@ -17,6 +17,7 @@ from klear_core.verify.math.numbers import (
     brace_short_fractions,
     join_thousands,
     read_angles,
+    read_conjugates,
     read_mixed_numbers,
     read_repeating,
 )
@@ -132,7 +133,7 @@ def normalise(text: str, *, commas_separate: bool = False) -> str:
     text = brace_short_fractions(text)
     text = _SPACES.sub(" ", text).strip().rstrip(".").strip()
     text = re.sub(" +", " ", text)
-    text = read_angles(read_repeating(text))
+    text = read_angles(read_conjugates(read_repeating(text)))
     return meant_symbol(read_mixed_numbers(text))  # it expects fractions with braces, and single spaces
 
 
@@ -188,7 +189,7 @@ def _unboxed_answer(answer_text: str, cfg: MathConfig) -> MathAnswer | NoAnswer:
 # Find the answer that a text without a box states at its end. A number that is only mentioned is no answer.
 
 
-_MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|\*\*|__")
+_MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|\*\*|__|^\*(?=[^\s*])|(?<=[^\s*])\*$", re.M)
 _DISPLAYED = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$", re.S)
 _COLON_AT_LINE_END = re.compile(r":[ \t]*\n+[ \t]*(?=\S)")
 _SENTENCE_END = re.compile(r"(?<=[.?。])\s+|(?<=!)\s+(?=[A-Z])|\n+")
@@ -200,10 +201,11 @@ _CUT_OFF = re.compile(
 )
 _NAMED = re.compile(
     r"^\s*####\s*\S"
-    r"|^\s*(?:final answer|answer|ans|a|solution|result)\s*(?:[:=\u2013]|\s-\s)\s*\S"
+    r"|^\s*(?:final (?:answer|result)|answer|ans|a|solution|result)\s*(?:[:=\u2013]|\s-\s)\s*\S"
     r"|\b(?:answers?|(?:correct|right) (?:option|choice))\b[^.!?\n]{0,60}?(?:\b(?:is|are|be|equals)\b|[:=])\s*\S"
     r"|^(?:the )?(?:final )?result is\s+\S"
-    r"|\b(?:option|choice)\s+\(?[A-J]\)? is (?:the )?(?:correct|right)\b|\bI choose (?:option |choice )?\(?[A-J]\b"
+    r"|(?:^|\b(?:option|choice)\s+)\(?[A-J]\)? is (?:the )?(?:correct|right)\b"
+    r"|\bI choose (?:option |choice )?\(?[A-J]\b"
     r"|\S\s+(?:is|are)\s+(?:indeed |definitely )?(?:the|our|my)\s+(?:final |correct |right )?"
     r"(?:answer|solution|result)\b",
     re.I,
@@ -246,6 +248,8 @@ _VALUE_AT = tuple(
     for pattern in (
         r"^\s*####\s*(.+)$",
         r"\b(?:option|choice)\s+(\(?[A-J]\)?) is (?:the )?(?:correct|right)\b",
+        r"(?:^(?:so|thus|hence|therefore)\s+|^|[,:]\s+)(?-i:(\(?[A-J]\)?)) is (?:indeed )?"
+        r"(?:the )?(?:correct|right)(?: (?:one|answer|option|choice))?\W*$",
         r"\bI choose (?:option |choice )?(\(?[A-J]\)?)\W*$",
         r"(?:^|\s)(\$[^$]{1,60}\$|\\\(.{1,60}?\\\)|[^\s,]*[\d\\][^\s,]*|\(?[A-J]\)?)\s+is (?:indeed |definitely )?"
         r"(?:the|our|my) (?:final |correct |right )?(?:answer|solution|result)\W*$",
@@ -267,17 +271,22 @@ _FOREIGN = tuple(
         (r"(?:です|である|となります|입니다|이다)\s*[.。]?(?=\s|$)", "."),
         (r"(?:정답|답)\s*(?:은|는|[:：])\s*", _IS),
         (r"\bist die (?:richtige |endgültige )?(?:Antwort|Lösung)\s+(?!ist|lautet)", f"{_IS.lower()}"),
-        (r"\b(?:Antwort|Lösung)\s*(?:ist|lautet)\s+nicht\b", "The answer is not"),
-        (r"\b(?:Antwort|Lösung)\s*(?:ist|lautet|:)\s*", _IS),
-        (r"\b(?:réponse|solution)(?: finale| correcte)?\s*n['’]est pas", "The answer is not"),
-        (r"\b(?:réponse|solution)(?: finale| correcte)?\s*(?:est|:)\s*", _IS),
+        (r"\b(?:Antwort|Lösung|Ergebnis)\s*(?:ist|lautet)\s+nicht\b", "The answer is not"),
+        (r"\b(?:Antwort|Lösung|Ergebnis)\s*(?:ist|lautet|:)\s*", _IS),
+        (r"\b(?:réponse|solution|résultat)(?: finale| correcte)?\s*n['’]est pas", "The answer is not"),
+        (r"\b(?:réponse|solution|résultat)(?: finale?| correcte)?\s*(?:est|:)\s*", _IS),
         (
-            r"\b(?:respuesta|resposta|risposta|solución|solução|soluzione)(?: \w+)?\s+(?:no es|não é|non è)",
+            r"\b(?:respuesta|resposta|risposta|solución|solução|soluzione|resultado|risultato)(?: \w+)?"
+            r"\s+(?:no es|não é|non è)",
             "The answer is not",
         ),
-        (r"\b(?:respuesta|resposta|risposta|solución|solução|soluzione)(?: \w+)?\s*(?:es|é|è|:)\s*", _IS),
-        (r"\bответ\s*не\b", "The answer is not"),
-        (r"\bответ\s*(?:равен|это|[:—-])\s*", _IS),
+        (
+            r"\b(?:respuesta|resposta|risposta|solución|solução|soluzione|resultado|risultato)(?: \w+)?"
+            r"\s*(?:es|é|è|:)\s*",
+            _IS,
+        ),
+        (r"\b(?:ответ|результат)\s*не\b", "The answer is not"),
+        (r"\b(?:ответ|результат)\s*(?:равен|это|[:—-])\s*", _IS),
         (r"الجواب\s*(?:ليس)", "The answer is not "),
         (r"(?:الجواب|الإجابة)\s*(?:هو|هي|:)\s*", _IS),
     )

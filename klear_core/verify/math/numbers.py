@@ -45,6 +45,9 @@ _REPEATING = re.compile(
     r"(?:\\(?:overline|bar)\s*(?P<bar>\{\d{1,15}\}|\d)|\((?P<round>\d{1,15})\)"
     r"|(?P<dots>\\dot\s*(?:\{\d\}|\d)(?:\d{0,15}\\dot\s*(?:\{\d\}|\d))?))"
 )
+_BARRED = re.compile(r"\\(?:overline|bar)(?![a-zA-Z])\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|([a-zA-Z]))")
+_LETTER_RUNS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
+_IMAGINARY = re.compile(r"(?<![\\a-zA-Z])i(?![a-zA-Z])")
 _CONTINUED = re.compile(r"(?<![\d.])(?P<whole>\d{1,15})\.(?P<digits>\d{2,30})\s*(?:\.{3}|\\(?:l|c)?dots(?![a-zA-Z]))")
 _REPEATED = re.compile(r"(\d{2,10}?)\1+$|(\d)\2\2+$")
 _DIGITS_TIMES = re.compile(r"(?<![\w.^{\\])(\d+)\s*(?=\([(\d\\-])")
@@ -70,8 +73,9 @@ _UNITS = (
 )
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _ORDINALS = "third fourth fifth sixth seventh eighth ninth tenth"
-_SMALL = {word: i for i, word in enumerate(_UNITS.split())}
-_SMALL |= {word: 10 * i for i, word in enumerate(_TENS.split(), start=2)}
+SMALL_NUMBERS = {word: i for i, word in enumerate(_UNITS.split())}
+SMALL_NUMBERS |= {word: 10 * i for i, word in enumerate(_TENS.split(), start=2)}
+"""Values of the words up to ninety."""
 _PARTS = {"half": 2, "halves": 2, "quarter": 4, "quarters": 4}
 _PARTS |= {word + end: i for i, word in enumerate(_ORDINALS.split(), start=3) for end in ("", "s")}
 SCALES = {"hundred": 100, "dozen": 12, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -149,6 +153,19 @@ def _fraction_text(whole: str, fixed: str, block: str) -> str:
     nines = 10 ** len(block) - 1
     value = Fraction(int(whole + fixed or "0") * nines + int(block), nines * 10 ** len(fixed))
     return as_text(value)
+
+
+def read_conjugates(text: str) -> str:
+    """Write a bar over one letter in one way, and a bar over a complex number as its conjugate."""
+
+    def spelled(match: re.Match[str]) -> str:
+        inner = (match[1] or match[2]).strip()
+        letters = set(_LETTER_RUNS.findall(inner))
+        if letters == {"i"}:
+            return f"({_IMAGINARY.sub('(-i)', inner)})"
+        return rf"\bar{{{inner}}}" if len(inner) == 1 and letters else match.group()
+
+    return _BARRED.sub(spelled, text)
 
 
 def read_angles(text: str) -> str:
@@ -254,7 +271,7 @@ def based_number(text: str) -> tuple[str, int] | None:
     match = _BASED.fullmatch(text)
     if match is None:
         return None
-    base = int(match[2]) if match[2].isdigit() else _SMALL.get(match[2], 0)
+    base = int(match[2]) if match[2].isdigit() else SMALL_NUMBERS.get(match[2], 0)
     return (_digits(match[1]), base) if 2 <= base <= 36 else None
 
 
@@ -303,12 +320,12 @@ def _spoken_integer(words: list[str]) -> Fraction | None:
     if not words or words[0] == "and":
         return None
     for i, word in enumerate(words):
-        if word in _SMALL:
-            fits = last_small == 0 or (last_small >= 20 and 0 < _SMALL[word] < 10)
-            if not fits or (_SMALL[word] == 0 and len(words) > 1):
+        if word in SMALL_NUMBERS:
+            fits = last_small == 0 or (last_small >= 20 and 0 < SMALL_NUMBERS[word] < 10)
+            if not fits or (SMALL_NUMBERS[word] == 0 and len(words) > 1):
                 return None
-            current += _SMALL[word]
-            last_small = _SMALL[word]
+            current += SMALL_NUMBERS[word]
+            last_small = SMALL_NUMBERS[word]
         elif word in SCALES:
             if current == 0 and not (i == 1 and words[0] == "a"):
                 return None

@@ -37,6 +37,7 @@ _SET_BUILDER = re.compile(
 _SET = re.compile(
     r"\s*(?:[(\[]|\\\{|\\mathbb|\\emptyset|\\varnothing|\\left)|.*\\(?:cup|cap|setminus)(?![a-zA-Z])", re.S
 )
+_FINITE_SET = re.compile(r"\s*\\\{[^{}|:]*,[^{}|:]*\\\}\s*")
 _BRACKETS = re.compile(r"\\[{}]|[()\[\]{}]")
 _ABSOLUTE = re.compile(rf"(?:\\l?vert|\\?\|)\s*({_NAME})\s*(?:\\r?vert|\\?\|)")
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq"}
@@ -90,7 +91,7 @@ def compare_statements(gold: Statement, answer: Statement) -> Alternatives:
         can_match = not gold.names or not answer.names or gold.names == answer.names
     elif kinds == {"region", "plain"}:
         plain = gold if gold.kind == "plain" else answer
-        can_match = _SET.match(plain.texts[0]) is not None
+        can_match = _SET.match(plain.texts[0]) is not None and _FINITE_SET.fullmatch(plain.texts[0]) is None
     else:
         can_match = kinds == {"plain"}
     if "relation" in kinds and kinds <= {"region", "relation"}:

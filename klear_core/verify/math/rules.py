@@ -24,6 +24,8 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 _WORD_LIST = re.compile(r"[A-Za-z][A-Za-z', -]*")
 _SHORT_WORDS = frozenset({"yes", "no", "odd", "even", "on", "none", "true", "false", "not", "both", "all"})
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]*\.?"
+_LETTERS_LISTED = re.compile(r"[A-J](?:(?:\s*[,;]\s*|\s+|\s*,?\s*and\s+)[A-J])+")
+_PLACE = re.compile(r"\d{1,2}(?:st|nd|rd|th)? quadrant", re.I)
 _DATE = re.compile(rf"{_MONTH} \d{{1,2}}|\d{{1,2}} {_MONTH}")
 _NAME_OF_LETTERS = re.compile(r"[A-Z]{2,12}")
 _CAPITALS = re.compile(r"(?<![\\a-zA-Z])[A-Z]{2,}(?![a-z])")
@@ -44,6 +46,22 @@ _READ_AS_LIST = re.compile(r",\s*(?:\\[,;:> ]|~)")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*\\?%")
 _EITHER = re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*OR\s*\}")
 _POINT_NAME = re.compile(r"^[A-Z]'?\s*=?\s*(?=\([^()]*,[^()]*\)$)")
+_VECTOR = re.compile(r"\\begin\{([pbvB]?matrix)\}((?:(?!\\begin).)*)\\end\{\1\}", re.S)
+_TRANSPOSED = re.compile(
+    r"^(\(.*,.*\)|\[.*,.*\])\s*\^\s*\{?\s*(?:\\(?:top|intercal)|\\(?:text|mathrm|mathsf)\s*\{?T\}?|T)\s*\}?$"
+)
+_COMBINATIONS = re.compile(
+    r"(?<![a-zA-Z\\)\d}])(?:C\s*\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)|C_\{?(\d{1,4})\}?\s*\^\{?(\d{1,4})\}?"
+    r"|\\(?:mathrm|text)\{C\}_\{?(\d{1,4})\}?\s*\^\{?(\d{1,4})\}?"
+    r"|(?:\{\s*\}\s*)?[_^]\{?(\d{1,4})\}?\s*C_\{?(\d{1,4})\}?|(\d{1,4})\s*C\s*(\d{1,4}))(?![\d_])"
+)
+"""Other ways to write a binomial coefficient: `C(10,3)`, `C_{10}^3`, `{}_{10}C_3`."""
+_TIME_OF_DAY = (
+    (re.compile(r"\bin the (?:afternoon|evening)\b|\bat night\b", re.I), "pm"),
+    (re.compile(r"\bin the morning\b", re.I), "am"),
+    (re.compile(r"^(?:12:00\s*)?noon$", re.I), "12:00 pm"),
+    (re.compile(r"^(?:12:00\s*)?midnight$", re.I), "12:00 am"),
+)
 _MAX_COMBINATIONS = 16
 """Most combinations of the readings of several boxes that algebra compares; more are rare, and are left out."""
 
@@ -165,8 +183,11 @@ def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
     choice = choice_verdict(gold, answer) if cfg.choices == "letter" else None
     if choice is not None:
         return choice
+    gold, answer = _with_same_vectors(gold, answer)
     if gold.startswith("(") or answer.startswith("("):
         gold, answer = _POINT_NAME.sub("", gold), _POINT_NAME.sub("", answer)
+    else:
+        gold, answer = _COMBINATIONS.sub(_binomial, gold), _COMBINATIONS.sub(_binomial, answer)
     gold, answer = in_digits(gold), in_digits(answer)
     same = _first(same_text_or_integers(gold, answer), _word_verdict(gold, answer), _based_verdict(gold, answer))
     if same is not None:
@@ -185,6 +206,32 @@ def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
         # Each side of `0.56 = 56\%` may have its own percent sign.
         answer = _PERCENT.sub(r"\\frac{\1}{100}", answer)
     return compare_values(_LABEL.sub("", gold), answer, cfg)
+
+
+def _with_same_vectors(gold: str, answer: str) -> tuple[str, str]:
+    """Write a row or column as a tuple where the other text is one; a row and a column stay apart."""
+    texts = (_TRANSPOSED.sub(r"\1", gold), _TRANSPOSED.sub(r"\1", answer))
+    vectors = [_VECTOR.fullmatch(text) for text in texts]
+    are_tuples = [re.fullmatch(r"\(.*,.*\)|\[.*,.*\]", text) is not None for text in texts]
+    are_named = [vector is None and text.count("=") > 1 for vector, text in zip(vectors, texts, strict=True)]
+    if any(vectors) and (any(are_tuples) or any(are_named)):
+        return _as_tuple(texts[0]), _as_tuple(texts[1])
+    return texts if all(are_tuples) else (gold, answer)
+
+
+def _as_tuple(text: str) -> str:
+    vector = _VECTOR.fullmatch(text)
+    if vector is None:
+        return text
+    values = re.split(r"\\\\|&", vector[2])
+    is_line = "&" not in vector[2] or "\\\\" not in vector[2]
+    return f"({','.join(value.strip() for value in values if value.strip())})" if is_line else text
+
+
+def _binomial(match: re.Match[str]) -> str:
+    total, chosen = next((match[i], match[i + 1]) for i in (1, 3, 5, 7, 9) if match[i])
+    is_choice = 2 < int(total) >= int(chosen)
+    return rf"\binom{{{total}}}{{{chosen}}}" if is_choice else match.group()
 
 
 def _has_swapped_names(gold: str, answer: str) -> bool:
@@ -210,19 +257,26 @@ def _word_verdict(gold: str, answer: str) -> bool | None:
         given = _CLOCK.fullmatch(_clock_text(answer))
         if given is None:
             return False
+        hour, half = int(given[1]), (given[4] or "").lower()
+        gold_hour, gold_half = clock[0], clock[3]
+        if half or gold_half:  # `13:45` alone may be minutes and seconds
+            (hour, half), (gold_hour, gold_half) = _in_halves(hour, half), _in_halves(gold_hour, gold_half)
         # `4:30` may be either half of the day.
-        same_half = not (clock[3] and given[4]) or clock[3] == given[4].lower()
-        return clock[:3] == (int(given[1]), int(given[2] or 0), int(given[3] or 0)) and same_half
+        same_half = not (gold_half and half) or gold_half == half
+        return (gold_hour, *clock[1:3]) == (hour, int(given[2] or 0), int(given[3] or 0)) and same_half
     words, given_words = _unwrap(gold), _unwrap(answer)
     if _NAME_OF_LETTERS.fullmatch(words) and words.lower() not in _SHORT_WORDS:
         # Letters in capitals are a name (`SWS`, a segment AB), not a product; a name has one order.
         if same_phrase(words, given_words):
             return phrase_words(words) != [words.lower()] or words == given_words
+        is_choices = sorted(words) == list(words) and words[-1] <= _LETTERS[-1]
+        if is_choices and _LETTERS_LISTED.fullmatch(given_words):
+            return [*words] == re.findall("[A-J]", given_words)  # several options: `A, C` is AC
         return words == _POINTS_BEFORE.sub("", given_words).strip() or _letters(words) == _letters(given_words)
     # Up to three letters without a wrapper may be a product of variables, `xyz`.
     is_words = (_WORD_LIST if ONE_WRAPPER.fullmatch(gold) else _WORDS).fullmatch(words) is not None
     is_meant = _WRAPPED.search(gold) is not None or len(words) >= 4 or words.lower() in _SHORT_WORDS
-    if (is_words and is_meant) or _DATE.fullmatch(words) is not None:
+    if (is_words and is_meant) or _DATE.fullmatch(words) or _PLACE.fullmatch(words):
         is_text = _SYMBOLIC.search(given_words) is None
         return _letters(words) == _letters(given_words) or (is_text and same_phrase(words, given_words))
     return None
@@ -265,8 +319,16 @@ def _clock_time(text: str) -> tuple[int, int, int, str] | None:
     return int(match[1]), int(match[2] or 0), int(match[3] or 0), (match[4] or "").lower()
 
 
+def _in_halves(hour: int, half: str) -> tuple[int, str]:
+    """Return hour and half of the day of an hour on either clock: 15 is 3 p.m."""
+    return (hour - 12, "p") if 12 < hour < 24 and not half else (hour, half)
+
+
 def _clock_text(text: str) -> str:
-    return re.sub(r"\s*:\s*", ":", _unwrap(text))
+    text = re.sub(r"\s*:\s*", ":", _unwrap(text))
+    for words, half in _TIME_OF_DAY:
+        text = words.sub(half, text)
+    return text
 
 
 def _unwrap(text: str) -> str:

@@ -146,7 +146,7 @@ _SWITCHES = (
 )
 _FUNCTIONS = r"ln|log|exp|sin|cos|tan|cot|csc|arcsin|arccos|arctan|sinh|cosh|tanh|gcd|lcm|det"
 _TAGS = r"b|strong|i|em|u|p|br|code|span|div|answer|math|font|center|mark|big|small"
-_MONEY_SIGN = r"\\text\s*\{\s*\\?\$\s*\}|\\mathrm\s*\{\s*\\?\$\s*\}|\\textdollar|\b(?:US|CA|AU|HK|NZ|C|A)\s*\\\$"
+_MONEY_SIGN = r"\\text\s*\{\s*\\?\$\s*\}|\\mathrm\s*\{\s*\\?\$\s*\}|\\textdollar|\b(?:US|CA|AU|HK|NZ|C|A)\s*\\?\$"
 
 _OHM = r"(?:\\(?:text|mathrm)\s*\{\s*)?([kM]?)\s*\}?\s*\\Omega\s*\}?"
 
@@ -205,6 +205,8 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         (r"\rbrace", r"\\rbrace" + _END, r"\\}"),
         ("ert", r"\\l[vV]ert" + _END + r"|\\r[vV]ert" + _END + r"|\\vert" + _END, "|"),
         ("\\", rf"\\(?:{_SWITCHES}){_END}", ""),
+        (r"\math", r"\\math(?:open|close|ord|bin|rel|op|punct|inner)(?![a-zA-Z])\s*(?:\{\s*\})?", " "),
+        ("{:}", r"\{:\}", ":"),
         (r"\langle", r"\\langle\s*([^\\]*,.*?)\\rangle", r"(\1)"),
         # Lines of a matrix
         ("\\\\", r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]", r"\\\\"),

@@ -24,6 +24,7 @@ from klear_core.verify.math.relations import (
 )
 from klear_core.verify.math.units import NO_UNIT, Unit, is_glued_letter, read_compound, same_unit, split_unit, units_fit
 from klear_core.verify.math.variables import with_same_bound_names
+from klear_core.verify.math.words import ORDINALS
 
 ONE_WRAPPER = re.compile(r"\\(?:text|textrm|mbox|mathrm)\s*\{([^{}]*)\}")
 _LETTER_LIST = re.compile(r"[A-Za-z](?:\s*,\s*[A-Za-z])+")
@@ -49,6 +50,8 @@ _RADIANS = re.compile(
     rf"\\pi(?![a-zA-Z])|\\arc(?:sin|cos|tan|cot)|\\(?:sin|cos|tan|cot)\s*\^\s*\{{?-1|{_RADIAN_WORD.pattern}"
 )
 _DEGREE_SIGNS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))(?!\s*\\?(?:text|mathrm|[CF]))")
+_FUNCTION_OF = re.compile(r"[a-zA-Z]\s*\([a-xz]\)")
+_LETTER_Y = re.compile(r"(?<![\\a-zA-Z])y(?![a-zA-Z])")
 _APPROX = re.compile(r"\\(?:approx|simeq|thickapprox)(?![a-zA-Z])")
 
 
@@ -230,6 +233,8 @@ def _chain(gold: str, answer: str) -> tuple[Pair, ...]:
     gold_sides, answer_sides = split_sides(gold), split_sides(answer)
     if len(gold_sides) == len(answer_sides) == 2 and gold_sides[0].replace(" ", "") == answer_sides[0].replace(" ", ""):
         return (Pair(gold=gold_sides[1], answer=answer_sides[1]),)
+    if len(gold_sides) == len(answer_sides) == 2 and _names_one_function(gold_sides, answer_sides):
+        return (Pair(gold=gold_sides[1], answer=answer_sides[1]),)
     if len(gold_sides) == 2 and len(answer_sides) == 1 and _NAME.fullmatch(gold_sides[0].strip()):
         return (Pair(gold=gold_sides[1].strip(), answer=answer),)
     if len(answer_sides) == 1 or len(gold_sides) > 1:
@@ -241,6 +246,13 @@ def _chain(gold: str, answer: str) -> tuple[Pair, ...]:
     if not numeric:
         return (Pair(gold=gold, answer=answer),)
     return tuple(Pair(gold=gold, answer=side) for side in numeric)
+
+
+def _names_one_function(gold: list[str], answer: list[str]) -> bool:
+    """Return whether one side is `f(x)=...` and the other `y=...` in the same variable."""
+    heads = sorted((gold[0].strip(), answer[0].strip()), key=len)
+    bodies = gold[1] + answer[1]
+    return heads[0] == "y" and _FUNCTION_OF.fullmatch(heads[1]) is not None and _LETTER_Y.search(bodies) is None
 
 
 def _strip_percent(text: str) -> tuple[str, bool]:
@@ -260,6 +272,9 @@ def in_digits(text: str) -> str:
     value = spoken_number(inner.rstrip("."))
     if value is not None:
         return as_text(value)
+    ordinal = ORDINALS.get(inner.lower().removeprefix("the ").strip(" ."))
+    if ordinal is not None:
+        return ordinal
     return inner if inner[:1].isdigit() or _LETTER_LIST.fullmatch(inner) else text
 
 

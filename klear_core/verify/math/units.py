@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from klear_core.verify.math.numbers import SCALES, as_text, is_numeric, spoken_number
+from klear_core.verify.math.numbers import SCALES, SMALL_NUMBERS, as_text, is_numeric, spoken_number
 from klear_core.verify.math.unit_names import (
     ADJECTIVES,
     COUNTED_NOUNS,
@@ -62,7 +62,7 @@ _KNOWN = _known_units()
 _WRAPPER = re.compile(
     r"\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
-_FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\frac\{((?:[^{}]|\{[^{}]*\})*)\}\{((?:[^{}]|\{[^{}]*\})*)\}")
 _TOKEN = re.compile(
     r"(?P<word>[^\W\d_]+\.?|¢)|\^\{?(?P<power>-?\d)\}?|(?P<per>/)|(?P<blank>\\cdot(?![a-zA-Z])|[\s*·⋅\-~()]|\\,)"
 )
@@ -227,15 +227,22 @@ _CODED_SIGN = re.compile(
 _CURRENCY_BEFORE = re.compile(rf"^([-+]?)\s*\\?([{_SIGNS}])\s*(?=[-+\d.\\(])")
 _CURRENCY_AFTER = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?\\?([{_SIGNS}])\s*\}}?$")
 _DEGREES = re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}|([CF]))?$")
+_UNIT_PRODUCT = r"(?:\s|\\cdot(?![a-zA-Z])|\\(?:text|mathrm)\{[^{}]*\}(?:\s*\^\{?\d\}?)?)+"
 _TAIL_TOKEN = re.compile(
     r"(?P<wrapped>\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\})"
-    r"|(?P<unit>\\frac\{\\(?:text|mathrm)\{[^{}]*\}\}\{\\(?:text|mathrm)\{[^{}]*\}\})"
+    rf"|(?P<unit>\\frac\{{{_UNIT_PRODUCT}\}}\{{{_UNIT_PRODUCT}\}})"
     r"|(?P<other>\\(?!mu(?![a-zA-Z])|cdot(?![a-zA-Z]))[a-zA-Z]+)|(?P<bare>(?:\\mu\s*)?[^\W\d_]+\.?|¢)|(?P<per>/)"
     r"|(?P<glue>\\cdot|\^\{?-?\d\}?(?!\d)|[\s*·⋅\-~()])|."
 )
-_COMPOUND_PART = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-zA-Z]+\.?)")
-_COMPOUND = re.compile(rf"{_COMPOUND_PART.pattern}(?:\s*(?:,?\s*and|,)?\s*{_COMPOUND_PART.pattern}){{1,4}}\s*")
-_FEET_AND_INCHES = re.compile(r"^(\d+)\s*'\s*(\d+(?:\.\d+)?)\s*(?:''|\")$")
+_COMPOUND_PART = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*([^\W\d_]+\.?)")
+_COMPOUND = re.compile(
+    rf"{_COMPOUND_PART.pattern}(?:\s*(?:,?\s*(?:and|und|et|y|e)\b|,)?\s*{_COMPOUND_PART.pattern}){{1,4}}\s*"
+)
+_FEET_AND_INCHES = re.compile(r"^(\d+)\s*'\s*(\d+(?:\.\d+)?)\s*(?:''|\\?\")$")
+_SPOKEN = "|".join(sorted(SMALL_NUMBERS, key=len, reverse=True))
+_NUMBER_WORDS = re.compile(rf"\b(?:{_SPOKEN})(?:[- ](?:{_SPOKEN}))?(?:\s|$)", re.I)
+_CENTS = frozenset(["cent", "céntimo", "centime", "centavo", "penny", "pennie", "pence", "ct", "Cent"])
+_CURRENCY_DIMENSIONS = frozenset(((name, 1),) for name in CURRENCIES.values())
 _MAX_UNIT_TOKENS = 24
 _OPERATORS = "+-*/^=<>,([{:_|&!"
 
@@ -269,6 +276,8 @@ def read_compound(text: str) -> tuple[Fraction, Unit, Unit] | None:
     """Return the value of `1 hour 30 minutes` in its smallest unit, that unit and the largest; None for other texts."""
     plain = re.sub(r"\\(?:text|mathrm|rm|mbox)\s*\{([^{}]*)\}", r" \1 ", text)
     plain = _FEET_AND_INCHES.sub(r"\1 feet \2 inches", plain.strip())
+    if not plain[:1].isdigit():
+        plain = _NUMBER_WORDS.sub(_in_digits, plain)
     if _COMPOUND.fullmatch(plain) is None:
         return None
     total, units = Fraction(0), list[Unit]()
@@ -276,8 +285,12 @@ def read_compound(text: str) -> tuple[Fraction, Unit, Unit] | None:
     names = [name.rstrip(".") for _, name in parts]
     if names[0] in ("h", "hr", "hrs") or names[-1] in ("s", "sec"):
         names = ["min" if name == "m" else name for name in names]  # of an hour, not meters
+    if names[-1] in ("pence", "penny", "p"):
+        names[0] = {"pound": "gbp", "pounds": "gbp"}.get(names[0], names[0])
     for (number, _), name in zip(parts, names, strict=True):
         unit = read_unit(name)
+        if units and name.rstrip("s") in _CENTS and units[0].dimensions in _CURRENCY_DIMENSIONS:
+            unit = Unit(dimensions=units[0].dimensions, size=units[0].size / 100)
         if unit is None or not unit.dimensions or unit.scale != 1:
             return None
         if units and (unit.dimensions != units[0].dimensions or unit.size >= units[-1].size):
@@ -285,6 +298,11 @@ def read_compound(text: str) -> tuple[Fraction, Unit, Unit] | None:
         units.append(unit)
         total += Fraction(number) * unit.size
     return total / units[-1].size, units[-1], units[0]
+
+
+def _in_digits(match: re.Match[str]) -> str:
+    value = spoken_number(match[0].strip())
+    return match[0] if value is None or value.denominator != 1 else f"{value} "
 
 
 def _money(sign: str, scale: int) -> Unit:

@@ -34,6 +34,10 @@ _SEQUENCE = re.compile(r"^(?P<name>[a-zA-Z])_\{?(?P<letters>[a-z])\}?\s*=(?!=)")
 _SET = re.compile(r"^\\\{\s*(?P<left>.+?)\s*(?:\\mid(?![a-zA-Z])|:|\\?\|)\s*(?P<right>.+)\\\}$", re.S)
 _NAMES = re.compile(r"\(?\s*(?P<letters>[a-z](?:\s*,\s*[a-z])*)\s*\)?(?:\s*\\in\s*.*)?")
 _MEMBER_ONLY = re.compile(rf"(?P<name>[a-z])\s*{_MEMBER}\s*")
+_FORM_OF_SET = re.compile(
+    r"^\\\{\s*([a-z])\s*(?:\\mid(?![a-zA-Z])|:|\\?\|)\s*\1\s*=(?!=)([^=<>]*\\in(?![a-zA-Z])[^=<>]*)\\\}$"
+)
+"""`\\{x | x=2k, k\\in\\mathbb{Z}\\}`, which is `x=2k, k\\in\\mathbb{Z}`."""
 _INDEX = re.compile(r"\\(?:sum|prod|bigcup|bigcap)_\s*\{?\s*(?P<letters>[a-z])\s*=")
 _DIFFERENTIAL = re.compile(r"(?<![\\a-zA-Z])d\s*(?P<letters>[a-z])(?![a-zA-Z])")
 _STATEMENT = re.compile(r"[<>]|\\(?:le|ge|neq|in|ni|mid|equiv)(?![a-zA-Z])")
@@ -80,7 +84,7 @@ def with_same_bound_names(gold: str, answer: str) -> tuple[str, str] | None:
 
 def _read(text: str) -> _Bound:
     """Return what a text binds, without the words that say over which numbers."""
-    text = text.strip()
+    text = _FORM_OF_SET.sub(r"\1=\2", text.strip())
     domain, ranging = "", ""
     for_all = _FOR_ALL.search(text)
     found = _DOMAIN.search(text) if not text.startswith(r"\{") else None

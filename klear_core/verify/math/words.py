@@ -4,6 +4,8 @@ A word of another language that is also one of English (`pair`, `non`, `dos`) is
 answer. Number words and units go on to the rules for numbers and units.
 """
 
+# ruff: noqa: RUF001  letters of other languages look like others
+
 from __future__ import annotations
 
 import re
@@ -89,12 +91,13 @@ _ANYWHERE = {
     "about ": "大约 约 примерно ungefähr environ aproximadamente",
 }
 _ALONE = {
-    "yes": "oui ja sí si sim 对",
-    "no": "non não nao nee 不 错",
+    "yes": "oui ja sí si sim tak evet 对",
+    "no": "non não nao nee nie hayır 不 错",
     "even": "pair par pares pari paire",
     "no solution": (
         "keine_lösung keine_lösungen pas_de_solution pas_de_solutions aucune_solution sin_solución sin_soluciones "
-        "no_hay_solución no_hay_soluciones нет_решений решений_нет нет_решения nessuna_soluzione sem_solução"
+        "no_hay_solución no_hay_soluciones нет_решений решений_нет нет_решения nessuna_soluzione sem_solução "
+        "brak_rozwiązań geen_oplossing ingen_lösning çözüm_yok nincs_megoldás nemá_řešení"
     ),
     "red": "rot rosso",
     "March": "mars",
@@ -103,20 +106,36 @@ _ALONE = {
     "all real numbers": (
         "alle_reellen_zahlen tous_les_réels todos_los_números_reales все_действительные_числа 全体实数 所有实数"
     ),
-    "0": "null zéro cero zero_ ноль 零",
-    "1": "eins un une uno una один 一",
-    "2": "zwei deux dos due dois два 二 两",
-    "3": "drei trois tres tre três три 三",
-    "4": "vier quatre cuatro quattro quatro четыре 四",
-    "5": "fünf cinq cinco cinque пять 五",
-    "6": "sechs seis sei шесть 六",
-    "7": "sieben sept siete sette sete семь 七",
-    "8": "acht huit ocho otto oito восемь 八",
-    "9": "neun neuf nueve nove девять 九",
-    "10": "zehn dix diez dieci dez десять 十",
-    "11": "elf onze once_ undici одиннадцать 十一",
-    "12": "zwölf douze doce dodici doze двенадцать 十二",
+    "0": "null zéro cero zero_ nul noll sıfır ноль",
+    "1": "eins un une uno una een jeden bir один 하나 一つ",
+    "2": "zwei deux dos due dois twee dwa iki два 둘 二つ",
+    "3": "drei trois tres tre três drie trzy üç три 셋 三つ",
+    "4": "vier quatre cuatro quattro quatro cztery dört fyra четыре четири 넷 四つ",
+    "5": "fünf cinq cinco cinque vijf pięć beş fem пять пет 다섯 五つ",
+    "6": "sechs seis sei zes sześć altı шесть шест 여섯 六つ",
+    "7": "sieben sept siete sette sete zeven siedem yedi семь седем 일곱 七つ",
+    "8": "acht huit ocho otto oito osiem sekiz восемь осем 여덟 八つ",
+    "9": "neun neuf nueve nove negen dziewięć dokuz девять девет 아홉 九つ",
+    "10": "zehn dix diez dieci dez tien dziesięć десять десет 열",
+    "11": "elf onze once_ undici одиннадцать",
+    "12": "zwölf douze doce dodici doze двенадцать",
+    "13": "dreizehn treize trece tredici тринадцать",
+    "14": "vierzehn quatorze catorce quattordici catorze четырнадцать",
+    "15": "fünfzehn quinze quince quindici пятнадцать",
+    "16": "sechzehn seize dieciséis sedici dezesseis шестнадцать",
+    "17": "siebzehn dix-sept diecisiete diciassette dezessete семнадцать",
+    "18": "achtzehn dix-huit dieciocho diciotto dezoito восемнадцать",
+    "19": "neunzehn dix-neuf diecinueve diciannove dezenove девятнадцать",
+    "20": "zwanzig vingt veinte venti vinte двадцать",
+    "30": "dreißig trente treinta trenta trinta тридцать",
+    "40": "vierzig quarante cuarenta quaranta quarenta сорок",
+    "50": "fünfzig cinquante cincuenta cinquanta пятьдесят",
+    "60": "sechzig soixante sesenta sessanta sessenta шестьдесят",
+    "100": "hundert cien cento сто",
+    "1000": "tausend mille mil тысяча",
 }
+_EASTERN_DIGITS = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
+_EASTERN_TENS = {"十": 10, "百": 100, "千": 1000}
 _CONNECTIVES = {"and": "et y e i и 和 且", "or": "o ou u и/или 或"}
 """Connectives that are also letters: translated only if a `\\text{}` holds nothing else."""
 
@@ -131,6 +150,12 @@ _EASTERN = re.compile("|".join(sorted((w for w in _WORDS if ord(w[0]) >= 0x1100)
 _PHRASES = [word for word in _WORDS if " " in word]
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]+(?:-[^\W\d_]+)?")
 _ONLY_JOINING = re.compile(r"\\text\s*\{\s*([^{}\s]+)\s*\}")
+_VALUE = r"(?:[a-zA-Z]\s*=\s*)?[-+]?(?:\d+(?:[.,/]\d+)?|\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}|\d*\\sqrt\s*\{[^{}]*\})"
+_JOINED_VALUES = re.compile(
+    rf"({_VALUE}(?:\s*,\s*{_VALUE})*),?\s+(?:(et|y|e|i|und|oraz|en|och|og|ve|и)"
+    rf"|ou?|u|oder|lub|of|eller|veya|или)\s+({_VALUE})"
+)
+"""Values and the last one behind a connective that may be a letter: `1, 2 y 3`, `x=1 o x=2`."""
 _FOREIGN_ARTICLE = re.compile(
     r"^(?:une?|eine?[rs]?|der|die|das|les?|la|el|un[ao]?|uma?|il|os?|as?|es ist|c'est|это)\s+(?=\S{3})", re.I
 )
@@ -144,11 +169,36 @@ def in_english(text: str) -> str:
     found = _COMPLETE.get(inner.lower()) or _COMPLETE.get(_FOREIGN_ARTICLE.sub("", inner).lower())
     if found is not None:
         return rf"\text{{{found.strip()}}}" if not found.isdigit() else found
+    number = _eastern_number(inner)
+    if number is not None:
+        return str(number)
+    joined = _JOINED_VALUES.fullmatch(text)
+    if joined is not None:
+        return rf"{joined[1]}\text{{ {'and' if joined[2] else 'or'} }}{joined[3]}"
     text = _ONLY_JOINING.sub(_joined, text)
     if text.isascii() and not any(phrase in text for phrase in _PHRASES) and _WORD.search(text) is None:
         return text
     text = _EASTERN.sub(lambda m: f" {_WORDS[m[0]]} ", text)
     return _WORD.sub(lambda m: _WORDS.get(m[0].lower(), m[0]), text)
+
+
+def _eastern_number(text: str) -> int | None:
+    """Return the number that Chinese and Japanese numerals below 10,000 write, such as 二十五; None for other texts."""
+    if not text or not all(char in _EASTERN_DIGITS or char in _EASTERN_TENS for char in text):
+        return None
+    total, digit, last_tens = 0, None, 10_000
+    for char in text:
+        if char in _EASTERN_DIGITS:
+            if digit:
+                return None  # digits side by side are no number of this form
+            digit = _EASTERN_DIGITS[char]
+        else:
+            if _EASTERN_TENS[char] >= last_tens:
+                return None
+            last_tens = _EASTERN_TENS[char]
+            total += (1 if digit is None else digit) * last_tens
+            digit = None
+    return total + (digit or 0)
 
 
 def _joined(match: re.Match[str]) -> str:
@@ -199,7 +249,11 @@ _DAYS = ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "su
 _SHORT = {name[:3]: name for name in (*_MONTHS, *_DAYS)} | {"sept": "september", "tues": "tuesday", "thurs": "thursday"}
 _DIGITS = "zero one two three four five six seven eight nine ten"
 _NUMBERS = {word: str(i) for i, word in enumerate(_DIGITS.split())}
-_ONE_WORD = _SHORT | _NUMBERS | _SYNONYMS
+_ORDINAL_WORDS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"
+ORDINALS = {word: str(i) for i, word in enumerate(_ORDINAL_WORDS.split(), start=1)}
+_ROMAN = {"i": "1", "ii": "2", "iii": "3", "iv": "4", "qi": "1", "qii": "2", "qiii": "3", "qiv": "4"}
+_ONE_WORD = _SHORT | _NUMBERS | ORDINALS | _SYNONYMS
+_AGREEING, _REFUSING = frozenset({"true", "t", "yes"}), frozenset({"false", "f", "no"})
 _SUBJECT = (
     r"(?:it|they|this|that|these|there|we|he|she|(?:the|this|that) "
     r"(?:limit|series|sequence|integral|answer|function|graph|curve|set|sum|system|equation|shape|figure|line|lines))"
@@ -220,7 +274,10 @@ def meant_symbol(text: str) -> str:
         return r"\emptyset"
     if re.fullmatch(r"[A-Za-z][A-Za-z' ,.-]{2,60}", inner) is None:
         return text
-    return _SYMBOLS.get(" ".join(phrase_words(inner)), text)
+    phrase = " ".join(phrase_words(inner))
+    if phrase.startswith("no "):
+        phrase = phrase.removesuffix(" exist")
+    return _SYMBOLS.get(phrase, text)
 
 
 def phrase_words(text: str) -> list[str]:
@@ -255,7 +312,20 @@ def same_phrase(gold: str, answer: str) -> bool:
     gold_words, answer_words = phrase_words(gold), phrase_words(answer)
     if gold_words == answer_words:
         return True
-    if set(gold_words) | set(answer_words) <= {"true", "t"} or set(gold_words) | set(answer_words) <= {"false", "f"}:
+    both = {*gold_words, *answer_words}
+    if both <= _AGREEING or both <= _REFUSING or _same_quadrant(gold, answer):
         return True
     longer, shorter = sorted((gold_words, answer_words), key=len, reverse=True)
     return len(shorter) > 0 and longer[:-1] == shorter and longer[-1] in _CLASSES
+
+
+def _same_quadrant(gold: str, answer: str) -> bool:
+    return "quadrant" in gold.lower() and _quadrant(gold) == _quadrant(answer) is not None
+
+
+def _quadrant(text: str) -> str | None:
+    """Return the number of a quadrant: of `third quadrant`, `Quadrant III`, `QIII` and `3`."""
+    words = re.findall(r"[a-z]+|\d", re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", text.lower()))
+    found = [word for word in words if word not in ("quadrant", "the", "in", "text")]
+    names = _ROMAN | ORDINALS | _NUMBERS
+    return names.get(found[0], found[0]) if len(found) == 1 else None

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal, assert_never
 
@@ -80,6 +82,13 @@ def python_for(cfg: SandboxConfig) -> Path:
         return path
     system = Path("/usr/bin/python3")
     return system if system.exists() else Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+
+
+@cache
+def has_numpy(python: Path) -> bool:
+    """Return whether an interpreter has numpy, with the packages that are installed for it."""
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('numpy') is None)"
+    return subprocess.run([python, "-I", "-c", program], check=False).returncode == 0
 
 
 def clean_environment(account: Account) -> dict[str, str]:

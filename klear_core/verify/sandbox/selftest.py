@@ -106,7 +106,7 @@ def find_gaps(backend: Backend, cfg: VerifyConfig) -> list[Gap]:
     """Return what the canary could do but must not; empty if the backend isolates."""
     # The canary forks as often as it may. Each fork is counted with the pages that all of them share.
     room_mb = _CANARY_MEMORY_MB * (cfg.limits.processes + 8)
-    limits_of_jail = cfg.limits.model_copy(update={"total_memory_mb": max(cfg.limits.total_memory_mb, room_mb)})
+    limits_of_jail = cfg.jail_limits.model_copy(update={"total_memory_mb": max(cfg.limits.total_memory_mb, room_mb)})
     try:
         jail = Jail(backend, limits_of_jail)
     except SandboxError as e:

@@ -31,6 +31,7 @@ from simulated_cluster import (
     SimulatedJudges,
     SimulatedLearner,
     SimulatedTokenizer,
+    send_seconds,
 )
 from virtual_clock import run_virtually
 
@@ -51,10 +52,13 @@ BYTES_PER_TOKEN = 76
 """Memory of an answer's token in the driver: an integer, a float and three references."""
 BOUND = 4
 """Staleness bound of continuous rollouts, in versions."""
+LONGEST, LONG_TAIL, LONGER_SIGMA = 32_768, 65_536, 1.5
+"""Longest answer; that of the setups with a longer tail, and by how much their lengths' sigma is larger: 1.2 for 0.8."""
 SLOWNESS = 3.0
 """How much longer a step of a slow engine takes."""
-SLOTS = 80
-"""Requests kept at an engine: more do not fit into its cache at their mean length, and would be preempted."""
+SLOTS, SLOTS_OF_LONG = 80, 40
+"""Requests kept at an engine, also with the longer tail: more do not fit into its cache at their mean length, and would
+be preempted."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,24 @@ class Setup:
     """Steps before the measurement."""
     num_slow: int = 0
     """Engines that are three times slower than the others."""
+    has_long_tail: bool = False
+    slots: int = SLOTS
+    """Requests kept at an engine."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of its measures."""
+        more = "/one slow engine" * (self.num_slow == 1) + f"/long tail, {self.slots} requests" * self.has_long_tail
+        return f"rollout_scale/{self.num_gpus}_gpus/{self.num_groups}_groups/{self.mode}{more}"
+
+    @property
+    def least(self) -> float | None:
+        """Return the share of the time in which its busier side must work; None: no target."""
+        if self.mode != "continuous" or self.num_groups != max(128, 4 * self.num_gpus):
+            return None
+        if self.has_long_tail:
+            return 0.8 if self.slots == SLOTS_OF_LONG else None
+        return {32: 0.9, 256: 0.88, 1024: 0.85}.get(self.num_gpus)
 
 
 MODES = ("turns", "synchronous", "one step off", "continuous")
@@ -83,13 +105,16 @@ def setups() -> Iterator[Setup]:
         (8, 4, 128, ((1, 3), (1, 3), (2, 3), (4, 10))),
         (16, 4, 128, ((1, 3), (1, 3), (2, 3), (6, 12))),
         (32, 8, 128, ((1, 3), (1, 3), (2, 3), (6, 12))),
-        (256, 56, 1024, ((0, 1), (0, 1), (2, 2), (6, 6))),
-        (1024, 224, 4096, ((0, 1), (0, 1), (1, 1), (4, 2))),
+        (256, 64, 1024, ((0, 1), (0, 1), (2, 2), (4, 4))),
+        (1024, 256, 4096, ((0, 1), (0, 1), (1, 1), (2, 2))),
     ):
         for mode, (num_before, num_measured) in zip(MODES, steps, strict=True):
             yield Setup(mode, num_gpus, num_workers, num_groups, num_before + num_measured, num_before)
-    for num_gpus, num_workers in ((256, 56), (1024, 224)):
+    for num_gpus, num_workers in ((256, 64), (1024, 256)):
         yield Setup("continuous", num_gpus, num_workers, 128, 20, 8)
+    yield Setup("continuous", 32, 8, 128, 18, 6, num_slow=1)
+    for slots in (SLOTS, SLOTS_OF_LONG):
+        yield Setup("continuous", 32, 8, 128, 18, 6, has_long_tail=True, slots=slots)
 
 
 class _Measured(Exception):  # noqa: N818
@@ -133,9 +158,9 @@ def measure_each(chosen: Iterable[Setup]) -> list[dict[str, object]]:
 
 def _print_row(entries: Sequence[Mapping[str, object]], seconds: float) -> None:
     """Print a setup's figures on stderr: stdout is for the table of all."""
-    setup = str(entries[0]["name"]).removeprefix("rollout_scale/").rpartition("/")[0]
-    start = f"rollout_scale/{setup}/"
+    start = str(entries[0]["name"]).removesuffix("steps")
     figures = [f"{str(m['name']).removeprefix(start)} {m['value']:.3g} {m['unit']}" for m in entries]
+    setup = start.removeprefix("rollout_scale/").rstrip("/")
     print(f"{setup}: {', '.join(figures)}; simulated in {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -158,6 +183,8 @@ async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[s
     num_engines = (setup.num_gpus if takes_turns else setup.num_gpus - setup.num_workers) // 2
     num_workers = setup.num_gpus if takes_turns else setup.num_workers
     bound = {"one step off": 1, "continuous": BOUND}.get(setup.mode, 0)
+    longest = LONG_TAIL if setup.has_long_tail else LONGEST
+    window = longest + 4096
     cfg = RlConfig.model_validate(
         {
             "num_steps": 10_000,
@@ -165,10 +192,11 @@ async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[s
             "rollout": {
                 "groups_per_step": setup.num_groups,
                 "oversample": 2.0,
+                "sampling": {"max_new_tokens": longest},
                 "mode": "continuous" if setup.mode == "continuous" else "rounds",
                 "engine": {
                     "kind": "vllm",
-                    "max_model_len": 36864,
+                    "max_model_len": window,
                     "runtime": {"tensor_parallel": 2, "max_num_seqs": 96},
                 },
             },
@@ -177,15 +205,15 @@ async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[s
                 "num_workers": num_workers,
                 "context_parallel": 4,
                 "num_rollout_actors": num_engines,
-                "requests_per_actor": SLOTS,
-                "tokens_per_microbatch": 36864,
+                "requests_per_actor": setup.slots,
+                "tokens_per_microbatch": window,
                 "activation_checkpointing": True,
                 "stall_timeout_s": 1e5,
             },
         }
     )
     assert isinstance(cfg.rollout.engine, VllmEngineConfig)
-    fit = engine_fit(size, cfg.rollout.engine, HardwareConfig(gpu_memory_gb=80), longest=36864)
+    fit = engine_fit(size, cfg.rollout.engine, HardwareConfig(gpu_memory_gb=80), longest=window)
     limit = num_slots(cfg.rollout.engine, is_on_gpu=True)
     driver = SimulatedDriver(costs)
     engines = SimulatedEngines(
@@ -194,12 +222,14 @@ async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[s
                 f"engine {i}",
                 num_gpus=2,
                 limit=limit,
-                full=SLOTS,
+                full=setup.slots,
                 cache_tokens=fit.cache_tokens,
                 slowness=SLOWNESS if i < setup.num_slow else 1.0,
+                spread=LONGER_SIGMA if setup.has_long_tail else 1.0,
             )
             for i in range(num_engines)
         ],
+        send_s=send_seconds(size, num_engines=num_engines, num_workers=num_workers),
         load_s=TURNS_S if takes_turns else 0.0,
         driver=driver,
     )
@@ -231,29 +261,27 @@ def _entries(
     rows = probe.rows[setup.first :]
     asked = sum(row["rl/groups/asked"] for row in rows)
     kept = sum(row["rl/groups/kept"] for row in rows)
-    least = {32: 0.9, 256: 0.88, 1024: 0.85}.get(setup.num_gpus)
-    is_held_to_it = setup.mode == "continuous" and setup.num_groups == max(128, 4 * setup.num_gpus) and least
+    busier, most_stale = max(engine_share, learner_share), max(most for _, most in stale)
     values = [
         ("steps", 3600 * steps / seconds, "an hour", True),
         ("engines", engine_share, "busy", True),
         ("learner", learner_share, "busy", True),
-        ("slower side", max(engine_share, learner_share), "busy", not is_held_to_it or max(engine_share, learner_share) >= is_held_to_it),
+        ("slower side", busier, "busy", setup.least is None or busier >= setup.least),
         ("ranks", statistics.harmonic_mean(learner.rank_shares), "busy in an update", True),
         ("groups", kept / steps, "trained a step", True),
         ("groups", asked / kept, "asked a trained one", True),
         ("staleness/mean", statistics.fmean(mean for mean, _ in stale), "versions", True),
-        ("staleness/max", max(most for _, most in stale), "versions", max(most for _, most in stale) <= BOUND),
+        ("staleness/max", most_stale, "versions", most_stale <= BOUND),
         ("driver", driver.busy_s / probe.at[-1][0], "busy", True),
         ("host", learner.host_s / learner.version, "s a step in which the learner waits for CPUs", True),
         ("judges/backlog", judges.largest_backlog, "answers", True),
         ("queue", BYTES_PER_TOKEN * BLOCK * engines.most_held / 1e9, "GB", True),
         ("preempted", sum(engine.num_preempted for engine in engines.engines), "answers", True),
     ]  # fmt: skip
-    name = f"rollout_scale/{setup.num_gpus}_gpus/{setup.num_groups}_groups/{setup.mode}"
-    target = f">= {is_held_to_it}" if is_held_to_it else "-"
+    target = "-" if setup.least is None else f">= {setup.least}"
     return [
         {
-            "name": f"{name}/{what}",
+            "name": f"{setup.name}/{what}",
             "value": value,
             "unit": unit,
             "target": target if what == "slower side" else "-",

@@ -31,24 +31,23 @@ from klear_core.config.rl import RlConfig
 from klear_core.generate.engine import SamplingParams, WeightSource
 from klear_core.generate.model_size import ModelSize
 from klear_core.generate.pool import EnginePool
+from klear_core.pipeline.costs.estimate import learning_speed, training_flops
 from klear_core.pipeline.costs.throughput import row_work
 from klear_core.rl.groups import cut_minibatches
 from klear_core.train.balance import Item, Plan, busy_share, distribute
 from klear_core.types import Completion, Outcome, Problem, TrainSample, Verdict
 
-_MFU = 0.4
-"""Share of the peak that the simulated learner reaches (assumed)."""
 BLOCK = 64
 STEP_S, ANSWER_S, CACHED_S = 6.85e-3, 1.01e-5, 4.86e-8
 SUMS_S = 7e-4
 PREFILL_TOKENS_PER_S = 8192 / 0.25
-SEND_S = 5.0
-"""Seconds in which engines pause for new weights, before they compute their cache again. An assumption."""
-MEDIAN_TOKENS, SIGMA_OF_PROBLEMS, SIGMA_OF_ANSWERS, LONGEST = 9000, 0.5, 0.62, 32768
+JOIN_S, CARD_BYTES_PER_S = 2.0, 25e9
+"""Seconds in which the process groups of a weight transfer are made, and half of what a card of 400 Gbit/s of each GPU
+carries. Assumptions."""
+MEDIAN_TOKENS, SIGMA_OF_PROBLEMS, SIGMA_OF_ANSWERS = 9000, 0.5, 0.62
 """Answers are log-normal with a sigma of 0.8 in all, and answers to one problem are alike. Assumptions, as in `klear plan`."""
 JUDGE_S, JUDGES_PER_NODE = 1.0, 16
 """Mean seconds of a verdict (code with tests), and judging processes of a node of 8 GPUs. Assumptions."""
-
 
 CHECKPOINT_BYTES, COPY_BYTES_PER_S = 12, 5e9
 """Bytes of a parameter with its moments, and how fast a rank copies them to host memory. The second is an assumption."""
@@ -74,10 +73,21 @@ class SimulatedEngine:
     is_queued = False
 
     def __init__(
-        self, name: str, *, num_gpus: int, limit: int, full: int, cache_tokens: int, slowness: float = 1.0
+        self,
+        name: str,
+        *,
+        num_gpus: int,
+        limit: int,
+        full: int,
+        cache_tokens: int,
+        slowness: float = 1.0,
+        spread: float = 1.0,
     ) -> None:
-        """`full` is the number of running answers with which it counts as busy; a step takes `slowness` times as long."""
-        self._slowness = slowness
+        """`full` is the number of running answers with which it counts as busy; a step takes `slowness` times as long.
+
+        `spread` is by how much the sigma of the answers' lengths is larger.
+        """
+        self._slowness, self._spread = slowness, spread
         self.name, self.limit = name, limit
         self._full = full
         self.version = 0
@@ -103,7 +113,7 @@ class SimulatedEngine:
     async def close(self) -> None: ...
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        text, num_tokens = _answer(prompt_ids, params)
+        text, num_tokens = _answer(prompt_ids, params, self._spread)
         future = asyncio.get_running_loop().create_future()
         request = _Running(
             num_tokens=num_tokens, context=BLOCK * len(prompt_ids), versions=[(0, self.version)], answer=future
@@ -124,21 +134,21 @@ class SimulatedEngine:
                 text=text,
                 token_ids=(7,) * blocks,
                 logps=(-0.5,) * blocks,
-                finish_reason="length" if num_tokens == LONGEST else "stop",
+                finish_reason="length" if num_tokens == params.max_new_tokens else "stop",
                 policy_versions=tuple(versions),
             )
         ]
 
-    def load_weights(self, version: int) -> None:
-        """Pause, take the weights, and compute the cache again."""
+    def load_weights(self, version: int, seconds: float) -> None:
+        """Pause, take the weights in so many seconds, and compute the cache again."""
         self._advance()
         self.version = version
         for request in self._running.values():
             request.versions.append((round(request.done + self._steps - request.joined), version))
         for request in self._waiting:
             request.versions.append((request.done, version))
-        self.busy_s -= SEND_S * self._busy()
-        self._block(SEND_S + self._cached() * self._share / PREFILL_TOKENS_PER_S)
+        self.busy_s -= seconds * self._busy()
+        self._block(seconds + self._cached() * self._share / PREFILL_TOKENS_PER_S)
         self._schedule()
 
     def advance(self) -> None:
@@ -248,9 +258,14 @@ class SimulatedEngines:
     """All engines behind the pool that RL uses, as one `TrainableEngine`."""
 
     def __init__(
-        self, engines: Sequence[SimulatedEngine], *, load_s: float = 0.0, driver: SimulatedDriver | None = None
+        self,
+        engines: Sequence[SimulatedEngine],
+        *,
+        send_s: float,
+        load_s: float = 0.0,
+        driver: SimulatedDriver | None = None,
     ) -> None:
-        """`load_s` are further seconds in which nobody works when weights are loaded; `driver` receives the answers."""
+        """New weights take `send_s`, and `load_s` are further seconds in which nobody works; `driver` receives answers."""
         self._driver = driver
         self.engines, self.version = engines, 0
         self.num_blocks = self.most_held = 0
@@ -258,7 +273,7 @@ class SimulatedEngines:
         self.num_used = 0
         """Blocks of all answers in finished steps."""
         self._pool = EnginePool(engines, lambda _name, error: (_ for _ in ()).throw(error))
-        self._load_s = load_s
+        self._send_s, self._load_s = send_s, load_s
 
     async def start(self) -> None:
         await self._pool.start()
@@ -273,12 +288,21 @@ class SimulatedEngines:
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
         for engine in self.engines:
-            engine.load_weights(version)
+            engine.load_weights(version, self._send_s)
         self.version = version
-        await asyncio.sleep(SEND_S + self._load_s)
+        await asyncio.sleep(self._send_s + self._load_s)
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+def send_seconds(size: ModelSize, *, num_engines: int, num_workers: int) -> float:
+    """Return how long new weights take: every rank gathers them, and sends them to its share of the engines."""
+    return JOIN_S + (1 + math.ceil(num_engines / num_workers)) * 2 * _num_params(size) / CARD_BYTES_PER_S
+
+
+def _num_params(size: ModelSize) -> int:
+    return size.num_layers * size.layer_params + 2 * size.vocab_size * size.hidden_size
 
 
 class SimulatedJudges:
@@ -315,6 +339,8 @@ class SimulatedLearner:
     """With its costs, and those of the ranks; None: host work costs nothing."""
     host_s: float = 0.0
     """Seconds in which the ranks waited for work of CPUs."""
+    row_gpu_s: dict[int, float] = field(default_factory=dict)
+    """Seconds of one GPU for a row, by its length."""
 
     async def restore(self) -> None:
         return None
@@ -358,15 +384,17 @@ class SimulatedLearner:
         return distribute(items, capacity=runtime.tokens_per_microbatch, num_ranks=num_ranks), items
 
     def _update_s(self, samples: Sequence[TrainSample]) -> float:
-        runtime, hardware, size = self.cfg.runtime, HardwareConfig(), self.size
         plan, items = self._plan(samples)
-        lengths = [item.num_tokens for item in items]
-        share = busy_share(plan, items, runtime.num_workers // runtime.context_parallel)
+        share = busy_share(plan, items, self.cfg.runtime.num_workers // self.cfg.runtime.context_parallel)
         self.rank_shares.append(share)
-        # 6 operations a weight and token in the update and 2 for old log-probs; recomputation is no part of MFU.
-        weights = size.num_layers * size.layer_params + size.vocab_size * size.hidden_size
-        flops = sum(8 * n * (weights + size.num_layers * size.query_size * n) for n in lengths)
-        return flops / (hardware.peak_tflops * 1e12 * _MFU * runtime.num_workers) / share
+        return sum(self._gpu_s(item.num_tokens) for item in items) / self.cfg.runtime.num_workers / share
+
+    def _gpu_s(self, num_tokens: int) -> float:
+        """Return the seconds of update and old log-probs, at the MFU of the plan for a row of this length."""
+        if num_tokens not in self.row_gpu_s:
+            flops = training_flops(self.cfg, self.size, num_tokens, num_tokens)
+            self.row_gpu_s[num_tokens] = flops / learning_speed(HardwareConfig(), self.size, self.cfg, num_tokens)
+        return self.row_gpu_s[num_tokens]
 
     async def weights(self) -> WeightSource:
         return Path()
@@ -374,8 +402,8 @@ class SimulatedLearner:
     async def save(self, counters: object) -> None:
         """Copy weights and moments on every rank; `checkpoint.asynchronous` writes them beside the next steps."""
         if self.driver is not None:
-            size = self.size.num_layers * self.size.layer_params + 2 * self.size.vocab_size * self.size.hidden_size
-            await asyncio.sleep(CHECKPOINT_BYTES * size / self.cfg.runtime.num_workers / COPY_BYTES_PER_S)
+            num_bytes = CHECKPOINT_BYTES * _num_params(self.size)
+            await asyncio.sleep(num_bytes / self.cfg.runtime.num_workers / COPY_BYTES_PER_S)
 
     async def export(self, target: Path) -> None: ...
 
@@ -390,9 +418,9 @@ class SimulatedTokenizer:
         return list(text.encode())
 
 
-def _answer(prompt_ids: Sequence[int], params: SamplingParams) -> tuple[str, int]:
+def _answer(prompt_ids: Sequence[int], params: SamplingParams, spread: float) -> tuple[str, int]:
     """Return an answer's text, right at the problem's rate, and its length."""
     problem, rng = random.Random(bytes(prompt_ids)), random.Random(params.seed)
     rate, difficulty = problem.random(), problem.gauss(0, SIGMA_OF_PROBLEMS)
-    length = round(MEDIAN_TOKENS * math.exp(difficulty + rng.gauss(0, SIGMA_OF_ANSWERS)))
-    return ("right" if rng.random() < rate else "wrong"), max(BLOCK, min(LONGEST, length))
+    length = round(MEDIAN_TOKENS * math.exp(spread * (difficulty + rng.gauss(0, SIGMA_OF_ANSWERS))))
+    return ("right" if rng.random() < rate else "wrong"), max(BLOCK, min(params.max_new_tokens, length))

@@ -42,9 +42,13 @@ def scored(
     cfg: EvaluateConfig | None = None,
     judge: JudgeRecord | None = JUDGE,
     start: int = 0,
+    apart: bool = False,
     **pairs: list[tuple[Verdict, ...]],
 ) -> Path:
-    """Write an evaluation with these verdicts of each problem's samples, by benchmark; problems count from `start`."""
+    """Write an evaluation with these verdicts of each problem's samples, by benchmark; problems count from `start`.
+
+    All benchmarks have the same problems, or with `apart` each has its own.
+    """
     cfg = cfg or EvaluateConfig()
     samples, reports = [], []
     for benchmark, verdicts in pairs.items():
@@ -56,6 +60,7 @@ def scored(
         problems = [make_problem(i) for i in range(start, start + len(verdicts))]
         reports.append(make_report(tally(own, problems), cfg, benchmark=benchmark, num_samples=2, seed=0, judge=judge))
         samples += own
+        start += len(verdicts) if apart else 0
     write_shard(folder / "samples" / "a.parquet", samples)
     write_reports(folder, tuple(reports))
     asked = InputRecord(role="benchmarks", kind="benchmarks", fingerprint="b" * 20)
@@ -147,6 +152,18 @@ def test_the_p_value_is_corrected_for_all_benchmarks(tmp_path: Path) -> None:
     assert failed(decided(tmp_path, alone[1], alone[0], rule)) == []
     two = scored(tmp_path / "c", a=old, b=new), scored(tmp_path / "d", a=new, b=new)
     assert failed(decided(tmp_path, two[1], two[0], rule)) == [("better", "")]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_gain_that_no_benchmark_shows_may_be_shown_by_all_together(tmp_path: Path, apart: bool) -> None:
+    """Five of 40 problems gained on each: p = 2 / 2^5. Together p is 2 / 2^10, twice; the same problems count once."""
+    rule = PromoteConfig(margin=5)
+    before, after = [EASY] * 30 + [HARD] * 10, [EASY] * 35 + [HARD] * 5
+    old = scored(tmp_path / "old", apart=apart, a=before, b=before)
+    decision = decided(tmp_path, scored(tmp_path / "new", apart=apart, a=after, b=after), old, rule)
+    assert decision.is_passed == apart
+    text = decision.checks[-1].text
+    assert ("a gain is shown on all together +12.5 points, p = 0.0039" in text) == apart
 
 
 def test_few_problems_cannot_show_that_an_equal_model_is_as_good(tmp_path: Path) -> None:

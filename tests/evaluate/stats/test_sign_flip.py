@@ -5,6 +5,7 @@ from fractions import Fraction
 from itertools import product
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from klear_core.evaluate.stats.significance import (
     holm,
     min_changed,
     sign_flip_test,
+    unseen_loss,
 )
 
 P_VALUES = {"V1": 1.86265e-09, "V2": 1, "V3": 0.5, "V4": 0.125, "V5": 1, "V6": 0.125}
@@ -159,3 +161,11 @@ def test_a_second_answer_to_one_question_costs_the_others_nothing() -> None:
     corrected = corrected_by_question([0.01, 0.001, 0.04], ["a", "a", "b"])
     assert corrected == pytest.approx((0.02, 0.02, 0.04))
     assert corrected_by_question([0.01, 0.03], ["a", "a"]) == pytest.approx((0.01, 0.03))
+
+
+def test_a_gain_on_few_problems_must_exceed_what_a_rare_loss_that_was_not_drawn_explains() -> None:
+    """A model that loses 5 % of all problems may gain 5/95 on the others; 69 draws miss them in .95^69 = .029 of cases."""
+    assert unseen_loss(np.full(30, 0.04)) == pytest.approx(5 / 95)
+    assert unseen_loss(np.full(69, 0.04)) == 0
+    spread = np.array([0.0, 0.2] * 30)  # P = 60: the level is .03 / .95^60 = .65, whose t is -.387
+    assert unseen_loss(spread) == pytest.approx(5 / 95 - 0.387 * spread.std(ddof=1) / 60**0.5, abs=1e-4)

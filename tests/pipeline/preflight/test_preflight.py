@@ -185,7 +185,7 @@ def test_rl_on_prompts_that_cannot_be_judged_is_found_before_it_starts(tmp_path:
 def test_the_sources_of_klear_8b_are_repositories_that_the_docs_list() -> None:
     config = load_profile(KLEAR_8B)
     assert config.curate_rl is not None
-    listed = (CONFIGS.parent / "docs" / "data.md").read_text()
+    listed = (CONFIGS.parent / "docs" / "data" / "data_sets.md").read_text()
     for source in (*config.curate.sources, *config.curate_rl.sources):
         assert isinstance(source, HubSource)
         assert source.repo in listed.replace(", -CodeSub-15K", ", Kwai-Klear/KlearReasoner-CodeSub-15K")
@@ -261,6 +261,7 @@ def test_prompts_of_rl_must_leave_room_for_an_answer(tmp_path: Path) -> None:
     assert found(63) == []
 
 
+@pytest.mark.usefixtures("no_hub")
 def test_the_64k_evaluation_of_klear_8b_fits_its_stretched_window(tmp_path: Path) -> None:
     assert length_problems(profile(tmp_path, of="klear_8b")) == []
     assert length_problems(profile(tmp_path, of="klear_8b_64k")) == []

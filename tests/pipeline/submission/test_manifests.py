@@ -1,6 +1,7 @@
-"""Manifests for KubeRay and deployments for Prefect, checked against the schemas of both."""
+"""Manifests for Kubernetes and KubeRay, and deployments for Prefect, checked against the schemas of all three."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from prefect.server.api import collections_data
+from prefect.utilities.templating import apply_values
 
 from klear_core.config.load import validate
 from klear_core.config.pipeline import PipelineConfig
@@ -16,7 +18,14 @@ from klear_core.pipeline.submission.kube import kube
 from klear_core.pipeline.submission.prefect import ENVIRONMENT, job_variables, prefect
 from klear_core.pipeline.submission.request import Submission
 
-KUBERAY = json.loads((Path(__file__).parents[2] / "files" / "kuberay_v1.7.0.json").read_text())
+FILES = Path(__file__).parents[2] / "files"
+KUBERAY = json.loads((FILES / "kuberay_v1.7.0.json").read_text())
+KUBERNETES = json.loads((FILES / "kubernetes_v1.34.0.json").read_text())
+DEFINED_AS = {
+    "ConfigMap": "core.v1.ConfigMap",
+    "NetworkPolicy": "networking.v1.NetworkPolicy",
+    "Job": "batch.v1.Job",
+}
 NODES = {"image": "registry/klear:1", "cpus_per_node": 96, "memory_gb_per_node": 900, "gpus_per_node": 8}
 NAME = "klear-1128-053012"
 
@@ -39,7 +48,25 @@ def check(kind: str, spec: dict[str, Any]) -> None:
     Draft202012Validator({**KUBERAY["properties"][kind], "$defs": KUBERAY["$defs"]}).validate(spec)
 
 
-# ---- KubeRay ----
+def check_object(manifest: dict[str, Any]) -> None:
+    """Check an object as a whole, whatever its kind; Kubernetes checks the metadata of all."""
+    kind = manifest["kind"]
+    Draft202012Validator(schema_of("apimachinery.pkg.apis.meta.v1.ObjectMeta")).validate(manifest["metadata"])
+    for label in manifest["metadata"].get("labels", {}).values():
+        assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", label), label
+    if kind in DEFINED_AS:
+        Draft202012Validator(schema_of(f"api.{DEFINED_AS[kind]}")).validate(manifest)
+    else:
+        assert manifest.keys() == {"apiVersion", "kind", "metadata", "spec"}
+        assert manifest["apiVersion"] == "ray.io/v1"
+        check(kind, manifest["spec"])
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/io.k8s.{name}", "$defs": KUBERNETES["$defs"]}
+
+
+# ---- Kubernetes and KubeRay ----
 
 
 @pytest.mark.parametrize(
@@ -49,10 +76,18 @@ def check(kind: str, spec: dict[str, Any]) -> None:
         {"nodes": 4, "queue": "team", "priority": "high", "deadline": "5d", "retry": ["error", "no-capacity"]},
         {"nodes": 2, "gpus_per_node": 0, "kube": {"volume": "runs", "secret": "keys"}},
         {"nodes": 2, "kube": {"user_namespaces": True}},
+        {"kube": {"schedule": "0 3 * * 1", "time_zone": "Europe/Berlin"}},
     ],
 )
-def test_a_rayjob_is_one_by_the_schema_of_kuberay(submit):
-    check("RayJob", ray_job(**submit))
+def test_all_objects_of_a_submission_are_such_by_the_schemas_of_kubernetes_and_kuberay(submit):
+    found = manifests(**submit)
+    assert found.keys() == {
+        "ConfigMap",
+        "NetworkPolicy",
+        "RayCronJob" if "schedule" in submit.get("kube", {}) else "RayJob",
+    }
+    for manifest in found.values():
+        check_object(manifest)
 
 
 def test_a_manifest_has_no_references():
@@ -60,14 +95,32 @@ def test_a_manifest_has_no_references():
     assert "&id" not in text
 
 
-def test_the_schema_refuses_a_field_that_kuberay_does_not_have():
-    with pytest.raises(ValidationError, match="'numNodes' was unexpected"):
-        check("RayJob", ray_job() | {"numNodes": 4})
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "said"),
+    [
+        ("RayJob", ("spec", "numNodes"), 4, "'numNodes' was unexpected"),
+        ("RayJob", ("spec", "backoffLimit"), "3", "not of type 'integer'"),
+        ("RayJob", ("spec", "rayClusterSpec", "authOptions", "mode"), "password", "is not one of"),
+        ("RayJob", ("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "gpus"), 8, "'gpus' was unexpected"),
+        ("RayJob", ("metadata", "label"), {}, "'label' was unexpected"),
+        ("NetworkPolicy", ("spec", "ingres"), [], "'ingres' was unexpected"),
+        ("NetworkPolicy", ("apiVersion",), "networking.k8s.io/v2", "is not one of"),
+        ("ConfigMap", ("data", "seed"), 7, "not of type 'string'"),
+    ],
+)
+def test_the_schemas_refuse_fields_and_values_that_there_are_not(kind, path, value, said):
+    manifest = manifests()[kind]
+    *parents, last = path
+    inner = manifest
+    for key in parents:
+        inner = inner[key]
+    inner[last] = value
+    with pytest.raises(ValidationError, match=said):
+        check_object(manifest)
 
 
-def test_a_retraining_is_a_raycronjob_by_the_schema_of_kuberay():
+def test_a_retraining_is_a_raycronjob_with_the_same_job():
     cron = manifests(kube={"schedule": "0 3 * * 1", "time_zone": "Europe/Berlin"})["RayCronJob"]["spec"]
-    check("RayCronJob", cron)
     assert (cron["schedule"], cron["timeZone"]) == ("0 3 * * 1", "Europe/Berlin")
     assert cron["jobTemplate"] == ray_job()
 
@@ -136,13 +189,6 @@ def test_pods_are_reached_by_pods_of_the_run_and_the_dashboard_by_the_operator()
     inside, operator = policy["ingress"]
     assert inside == {"from": [{"podSelector": own}]}
     assert operator["ports"] == [{"protocol": "TCP", "port": 8265}]
-    check("RayJob", with_rules(found["RayJob"]["spec"], policy["ingress"]))
-
-
-def with_rules(job: dict[str, Any], rules: list[dict[str, Any]]) -> dict[str, Any]:
-    """The job with the rules in KubeRay's own policy, whose schema is that of Kubernetes."""
-    cluster = job["rayClusterSpec"] | {"networkPolicy": {"mode": "DenyAllIngress", "head": {"ingressRules": rules}}}
-    return job | {"rayClusterSpec": cluster}
 
 
 def test_pods_may_make_the_namespaces_of_the_sandbox_as_the_containers_of_compose_may():
@@ -177,6 +223,37 @@ def test_job_variables_are_those_of_prefects_base_job_template(pool):
     variables = job_variables(submit)
     assert variables.keys() <= template["properties"].keys()
     Draft202012Validator(template).validate(variables)
+
+
+def started_by(pool: str, **submit: Any) -> dict[str, Any]:
+    """What Prefect's worker makes of our variables and its base job template."""
+    template = POOLS[f"prefect-{pool}"][pool]["default_base_job_configuration"]
+    properties = template["variables"]["properties"].items()
+    defaults = {name: each["default"] for name, each in properties if "default" in each}
+    variables = job_variables(submission(queue="klear", prefect={"pool": pool}, **submit).submit)
+    return apply_values(template["job_configuration"], defaults | variables)
+
+
+def test_a_pool_of_kubernetes_starts_a_job_by_the_schema_of_kubernetes():
+    job = started_by("kubernetes", kube={"namespace": "team"})["job_manifest"]
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert (job["metadata"]["namespace"], container["image"]) == ("team", NODES["image"])
+    assert container["resources"]["limits"] == {"cpu": "96", "memory": "900Gi"}
+    assert container["env"] == ENVIRONMENT
+    for misplaced in ("completions", "parallelism"):  # by Prefect's template, in the pod; Kubernetes leaves them out
+        del job["spec"]["template"]["spec"][misplaced]
+    # the worker writes the environment as a list
+    container["env"] = [{"name": name, "value": value} for name, value in container["env"].items()]
+    check_object(job)
+    container["gpus"] = 8
+    with pytest.raises(ValidationError, match="'gpus' was unexpected"):
+        check_object(job)
+
+
+def test_a_pool_of_docker_starts_a_container_of_the_image_with_the_memory_that_is_asked_for():
+    container = started_by("docker")
+    assert (container["image"], container["mem_limit"]) == (NODES["image"], "900g")
+    assert container["env"] == ENVIRONMENT
 
 
 def test_the_environment_of_a_run_is_that_of_the_deployments_in_the_repository():

@@ -248,6 +248,9 @@ def test_unlike_decoding_profiles_are_both_shown(facts: Facts) -> None:
     unlike = score.model_copy(update={"decoding": score.decoding.model_copy(update={"sampling": sampling})})
     [view] = benchmark_views(replace(facts, models=(replace(first, scores=(unlike,)), *facts.models[1:])))
     assert len(view.decoding) == 2
+    asked = replace(first, scores=(score.model_copy(update={"prompt": "boxed"}),))
+    [view] = benchmark_views(replace(facts, models=(asked, *facts.models[1:])))
+    assert view.decoding == (f"{view.decoding[1]}; prompt boxed", view.decoding[1])
 
 
 @pytest.mark.parametrize("width", [80, 120])

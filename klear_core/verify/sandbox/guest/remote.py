@@ -7,7 +7,7 @@ import sys
 import types
 import warnings
 
-from klear_turns import Turns
+from klear_turns import Turns, finished, follow
 from klear_values import CannotSendError, ListNode, TreeNode, Wire
 
 INPUTS = ("input", builtins), ("stdin", sys), ("print", builtins), ("open", builtins)
@@ -16,8 +16,9 @@ _OPERATORS = "getitem setitem delitem contains eq ne lt le gt ge add sub mul tru
 REMOTE_METHODS = {"__%s__" % f.__name__: f for f in (iter, next, len, bool, hash, str, repr, abs, int, float)}
 """What the program may do with objects of the tests, beside calling them and their public methods."""
 REMOTE_METHODS.update({"__%s__" % name: getattr(operator, name) for name in _OPERATORS})
-NAMES_OF_FUNCTIONS = frozenset(["__name__", "__qualname__", "__doc__", "__module__"])
+NAMES_OF_FUNCTIONS = frozenset(["__name__", "__qualname__", "__doc__", "__module__", "__annotations__"])
 """What the program may read of functions of the tests, as `functools.wraps` does."""
+_QUICK_STEPS, _STEP_S = 50, 0.002
 REMOTE_METHODS.update(__radd__=lambda a, b: b + a, __rsub__=lambda a, b: b - a, __rmul__=lambda a, b: b * a)
 
 
@@ -30,11 +31,13 @@ class Tester:
         self.turns = Turns(self.wire, self._call_back, self._read, take=self._repeat)
         self.depth = 0
         self.proxies = {}
+        self.tasks = {}  # of the tests' event loop, for which the program waits
         self.own = [(name, holder, getattr(holder, name)) for name, holder in INPUTS]
         self.watched = {}  # what the tests replace in modules of the standard library, and its own value
         self.observe = ()  # "warnings" and "logging", if the tests look at them
         self.environ = None  # as the program has it, if the tests change it
         self.patched = {}  # names that the tests patch in the program's module, with the module of ours of that name
+        self.open_classes = set()  # of the tests: descriptors of the program keep what they need in their instances
         self.named = set()  # handles of what the tests name themselves: functions, classes and objects
 
     def check_handle(self, value):
@@ -63,7 +66,20 @@ class Tester:
         return self.proxies[number]
 
     async def _coroutine(self, awaitable):
-        return self.apply("await", awaitable)
+        return await self.awaited("start", awaitable)
+
+    async def awaited(self, do, value):
+        """Have the program start to await something, and let both sides' event loops run in turns until it is done."""
+        number, is_done = self.apply(do, value)
+        num_steps = 0
+        while not is_done:
+            num_steps += 1
+            try:
+                await sys.modules["asyncio"].tasks.sleep(0 if num_steps < _QUICK_STEPS else _STEP_S)
+            except sys.modules["asyncio"].CancelledError:
+                self.apply("cancel", number)
+            is_done = self.apply("step", number)
+        return self.apply("result", number)
 
     def apply(self, do, *args, **kwargs):
         """Have the program apply a function to its objects, and return the result or raise what it raised."""
@@ -152,9 +168,14 @@ class Tester:
     def _use(self, target, name, args, kwargs):
         if name == "__call__":
             return target(*args, **kwargs)
+        if name in ("__start__", "__done__", "__cancel__", "__result__"):
+            return follow(self.tasks, target, name)
         if name in ("__await__", "__anext__"):
-            return self.turns.without_lock(_finished, target if name == "__await__" else target.__anext__())
+            return self.turns.without_lock(finished, target if name == "__await__" else target.__anext__())
         if name in ("__getattribute__", "__setattr__"):
+            owner = target if isinstance(target, type) else type(target)
+            if not self.open_classes.isdisjoint(owner.__mro__):
+                return sys.modules["klear_looks"].use_open(target, owner, *args)
             if args[0].startswith("_") and (name == "__setattr__" or args[0] not in NAMES_OF_FUNCTIONS):
                 raise AttributeError(args[0])
             return (getattr if name == "__getattribute__" else setattr)(target, *args)
@@ -176,19 +197,6 @@ class Tester:
         if name not in self.patched:
             return self.look_up(name)
         return self.patched[name] or self.apply("peek", name)
-
-
-def _finished(awaitable):
-    """Await something of the tests in a thread of its own: a loop of theirs may run in this one."""
-    import asyncio
-    from concurrent.futures import ThreadPoolExecutor
-
-    async def result():
-        return await awaitable
-
-    # `asyncio.run` would end the asynchronous generators of the tests.
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: asyncio.new_event_loop().run_until_complete(result())).result()
 
 
 class Names(dict):
@@ -277,7 +285,7 @@ class RemoteAsyncIterator:
         return self
 
     async def __anext__(self):
-        return self._klear_tester.apply("anext", self)
+        return await self._klear_tester.awaited("start_next", self)
 
 
 class RemoteDict(dict):
@@ -336,8 +344,10 @@ class Proxy:
         raise CannotSendError("the tests derive a class from one of the program's")
 
     def __instancecheck__(self, value):
-        is_programs = type(value) in (Proxy, IntMember, TextMember)
-        return is_programs and self._klear_apply_reversed("isinstance", value)
+        try:
+            return self._klear_apply_reversed("isinstance", value)
+        except CannotSendError:
+            return False
 
     def __subclasscheck__(self, value):
         return type(value) is Proxy and self._klear_apply_reversed("issubclass", value)

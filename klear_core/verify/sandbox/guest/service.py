@@ -74,7 +74,7 @@ class Observed:
 class Remote:
     """Stands for an object of the tests, such as a function or an instance of their class that they pass."""
 
-    __slots__ = ("_klear_path", "_klear_side")
+    __slots__ = ("__weakref__", "_klear_path", "_klear_side")
 
     def __init__(self, side, number):
         object.__setattr__(self, "_klear_side", side)
@@ -87,7 +87,7 @@ class Remote:
         return self._klear_ask("__call__", *args, **kwargs)
 
     def __getattr__(self, name):
-        if name.startswith("_") and name not in NAMES_OF_FUNCTIONS:
+        if name.startswith("__") and name not in NAMES_OF_FUNCTIONS and name != "__dict__":
             raise AttributeError(name)
         return self._klear_ask("__getattribute__", name)
 
@@ -144,14 +144,21 @@ class ProgramSide:
         self.names = names
         self.defined = defined
         self.wire = Wire(self, 1, is_plain)
+        self.remotes = {}
         self.loop = None
+        self.tasks = []
         # What the tests may apply to objects of the program.
         self.functions = {name: getattr(operator, name) for name in _OPERATORS}
         builtin = (len, iter, next, bool, hash, str, repr, int, float, complex, bytes, round, format, reversed)
         builtin += (isinstance, issubclass, math.trunc, math.floor, math.ceil, operator.index)
         self.functions.update({f.__name__: f for f in builtin})
         self.functions.update(
-            {"getattr": getattr, "setattr": setattr, "delattr": delattr, "await": self.wait_for, "anext": self.anext}
+            {"getattr": getattr, "setattr": setattr, "delattr": delattr, "start": self.start, "step": self.step}
+        )
+        self.functions.update(
+            start_next=lambda iterator: self.start(iterator.__anext__()),
+            result=lambda number: self.tasks[number].result(),
+            cancel=lambda number: self.tasks[number].cancel(),
         )
         self.functions.update(seed=lambda *args: __import__("random").seed(*args))
         self.functions.update(
@@ -160,6 +167,10 @@ class ProgramSide:
         for module, names in FORWARDED.items() if not is_plain else ():
             self.functions.update((name, getattr(__import__(module), name)) for name in names)
         self.functions.update(signature=_signature, plain=_plain, is_a=_is_a)
+        for name in ("get", "set", "delete", "set_name"):
+            hook = "__%s__" % name
+            self.functions[name] = lambda found, *args, hook=hook: getattr(type(found), hook)(found, *args)
+        self.functions["hooks"] = lambda found: [hook for hook in _HOOKS if hasattr(type(found), hook)]
         for name in ("dumps", "loads"):
             self.functions[name] = lambda *args, name=name: getattr(__import__("pickle"), name)(*args)
         self.own = [(name, holder, getattr(holder, name)) for name, holder in INPUTS]
@@ -186,10 +197,22 @@ class ProgramSide:
             return (self._coroutine if tag == "a" else self._items)(rest[0])
         if tag == "g":
             return IteratorOfTests(self, rest[0])
-        return Remote(self, rest[0])
+        return self.remotes.setdefault(rest[0], Remote(self, rest[0]))  # one object for one of theirs
 
     async def _coroutine(self, number):
-        return self.ask_tests(number, "__await__", (), {})
+        """Await something of the tests. Their loop runs between the steps of ours; one of the program's own waits."""
+        asyncio = sys.modules["asyncio"]
+        is_in_steps = asyncio.get_running_loop() is self.loop
+        is_done = self.ask_tests(number, "__start__", (), {}) if is_in_steps else None
+        if is_done is None:
+            return self.ask_tests(number, "__await__", (), {})
+        while not is_done:
+            try:
+                await asyncio.tasks.sleep(0)
+            except asyncio.CancelledError:
+                self.ask_tests(number, "__cancel__", (), {})
+            is_done = self.ask_tests(number, "__done__", (), {})
+        return self.ask_tests(number, "__result__", (), {})
 
     async def _items(self, number):
         while True:
@@ -210,8 +233,8 @@ class ProgramSide:
             return getattr(self.names["Solution"](), name)
         return self._defined(name)
 
-    def wait_for(self, awaitable):
-        """Run the program's coroutine to its end, in one event loop for all."""
+    def start(self, awaitable):
+        """Start to await something in the event loop that all requests share; return its number, and if it is done."""
         import asyncio
 
         if self.loop is None:
@@ -221,10 +244,14 @@ class ProgramSide:
         async def result():
             return await awaitable
 
-        return self.loop.run_until_complete(result())
+        self.tasks.append(self.loop.create_task(result()))
+        return len(self.tasks) - 1, self.step(len(self.tasks) - 1)
 
-    def anext(self, iterator):
-        return self.wait_for(iterator.__anext__())
+    def step(self, number):
+        """Let the event loop do what is ready; the tests' loop runs between two steps, in one thread with it."""
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
+        return self.tasks[number].done()
 
     def ask_tests(self, number, name, args, kwargs):
         """Call a function of the tests, and answer what they ask meanwhile. Any thread of the program may call it."""
@@ -317,6 +344,9 @@ _OPERATORS = (
     "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift "
     "neg pos abs invert eq ne lt le gt ge contains getitem setitem delitem"
 ).split()
+
+
+_HOOKS = ("__get__", "__set__", "__delete__", "__set_name__")
 
 
 def _signature(function):

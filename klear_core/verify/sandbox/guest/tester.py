@@ -7,7 +7,7 @@ import sys
 import types
 
 from klear_forms import pytest_module, run_forms
-from klear_looks import FORWARDED, ProgramModule, forward_looks, is_instance, type_of
+from klear_looks import FORWARDED, ProgramModule, forward_looks, is_instance, type_of, with_descriptors
 from klear_remote import Names, Tester
 from klear_values import CannotSendError, ListNode, TreeNode, receive, send, text_of
 
@@ -303,7 +303,8 @@ def _prepared(source, tester, stand_in):
     for module in FORWARDED:
         if module in source:
             forward_looks(module)
-    provided = {"__name__": "tests", "_klear_type": type_of, "_klear_is_instance": is_instance, **_HELPERS}
+    provided = {"__name__": "tests", "_klear_type": type_of, "_klear_is_instance": is_instance}
+    provided.update(_klear_with_descriptors=with_descriptors, **_HELPERS)
     provided.update((name, __import__(name)) for name in _MODULES)
     provided.update((name, getattr(provided["typing"], name)) for name in _TYPING)
     provided.update(stars)
@@ -318,6 +319,7 @@ def _prepared(source, tester, stand_in):
             raise CannotSendError("the tests match a pattern against a class of the program")
         if isinstance(node, ast.ClassDef):
             node.body = [_InClassBody(under_test).visit(statement) for statement in node.body]
+            node.decorator_list.append(ast.Name(id="_klear_with_descriptors", ctx=ast.Load()))
     names = Names(tester, under_test)
     names.update(provided, __builtins__=__builtins__, _klear_names=names)
     if stand_in is not None:

@@ -7,6 +7,7 @@ while nothing else runs, happens.
 """
 
 import _thread
+import sys
 import threading
 from time import sleep  # the tests may replace `time.sleep`
 
@@ -97,3 +98,28 @@ class Turns:
             with self.lock:
                 if self.passing == _thread.get_ident():
                     self.exchange(self.go())
+
+
+def follow(tasks, awaitable, do):
+    """Start, look at, cancel or end a task of the tests for the program; None without a running event loop."""
+    asyncio = sys.modules["asyncio"]
+    if do == "__start__" and asyncio._get_running_loop() is None:
+        return None
+    if do == "__start__":
+        tasks[id(awaitable)] = asyncio.ensure_future(awaitable)
+        return False
+    task = tasks[id(awaitable)]
+    return {"__done__": task.done, "__cancel__": task.cancel, "__result__": task.result}[do]()
+
+
+def finished(awaitable):
+    """Await something of the tests in a thread of its own: a loop of theirs may run in this one."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    async def result():
+        return await awaitable
+
+    # `asyncio.run` would end the asynchronous generators of the tests.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.new_event_loop().run_until_complete(result())).result()
