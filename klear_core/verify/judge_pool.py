@@ -90,8 +90,8 @@ class JudgePool:
             notes.append('untrusted programs ran with limits only, without isolation (verify.sandbox = "rlimits-only")')
         if self._has_programs and self.cfg.code.packages and not has_numpy(python_for(self.cfg.limits)):
             notes.append(
-                f"{python_for(self.cfg.limits)} has no numpy, as LiveCodeBench's harness has: programs that import it are wrong "
-                "(sh infra/firejail/setup.sh installs it)"
+                f"{python_for(self.cfg.limits)} has no numpy, as LiveCodeBench's harness has: programs that import it "
+                "are wrong (sh infra/firejail/setup.sh installs it)"
             )
         return tuple(notes)
 
