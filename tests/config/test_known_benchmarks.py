@@ -18,7 +18,7 @@ from klear_core.config.settings import result_settings
 from klear_core.config.stage import EvaluateJob
 from klear_core.data.formats.detect import SCHEMAS
 
-DOCS = Path(__file__).parents[2] / "docs" / "data.md"
+DOCS = Path(__file__).parents[2] / "docs" / "data" / "known_benchmarks.md"
 
 
 def test_a_known_benchmark_needs_its_name_alone() -> None:

@@ -87,6 +87,30 @@ def test_a_run_cancelled_and_left_by_raylet_and_head_of_its_ray_goes_on_to_the_s
     assert read_manifest(made(workspace, "rl")).attempts == 3
 
 
+STAGES = (*BEFORE_SFT, "sft", "rl", "evaluate_base", "evaluate_sft", "evaluate_rl")
+
+
+@pytest.mark.bench
+def test_a_run_cancelled_in_each_stage_is_gone_in_seconds_and_goes_on_to_the_same_weights(
+    run: Run, tmp_path: Path, straight: Path
+):
+    workspace = tmp_path / "ws"
+    for stage in STAGES:
+        command = run()
+        command.until(lambda stage=stage, command=command: f"… {stage}\n" in command.output)
+        newest = RunHistory.of(workspace).records()[0]
+        began = time.monotonic()
+        cancel(newest.run_id, workspace)
+        assert command.wait() == 130, command.output
+        print(f"{stage}: ended after {time.monotonic() - began:.1f} s")
+        assert RunHistory.of(workspace).find(newest.run_id).state == "cancelled"
+        assert command.left_over(within_s=5.0) == []
+    last = run()
+    assert last.wait() == 0, last.output
+    for kind in ("sft", "rl"):
+        assert weights(workspace, kind) == weights(straight, kind)
+
+
 def cancel_while_it_trains(run: Run, workspace: Path, kind: str) -> None:
     """A cancelled run is gone in seconds."""
     command = run("--until", "rl")
