@@ -76,7 +76,7 @@ fast:
 
 # what pyproject.toml allows resolves, for GPUs too, to the versions of the locks
 locks:
-	timeout 600 $(MAKE) locks
+	timeout 300 $(MAKE) locks
 	git diff --exit-code infra/locks
 	$(call say,every environment resolves to its lock)
 
