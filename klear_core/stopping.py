@@ -80,6 +80,22 @@ def at_once(*numbers: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
+def sigterm_handler_kept() -> Iterator[None]:
+    """Restore the SIGTERM handler after the block: `ray.init` installs one that exits, `ray.shutdown` the system's.
+
+    Prefect's and ours must stay, because they end a run in order. Only the main thread can set handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler: Handler | int | None = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
 def checkpoint_first(grace_s: float = _GRACE_S) -> Iterator[None]:
     """Let the training loop of the block save a checkpoint before a signal ends the run.
 

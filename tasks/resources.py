@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import psutil
@@ -44,6 +43,7 @@ from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.factory import start_with_endpoints
 from klear_core.generate.model_size import size_of_hf
 from klear_core.hf_config import read_hf_config
+from klear_core.stopping import sigterm_handler_kept
 from klear_core.verify import JudgePool
 
 if TYPE_CHECKING:
@@ -163,13 +163,14 @@ def ray_session(needs: Needs) -> Iterator[None]:
     where = f"the Ray cluster at {address}" if address else "this machine"
     with no_orphans(), ray_messages_logged():
         try:
-            with _kept_signal_handlers(), _sigusr1_blocked():
+            with sigterm_handler_kept(), _sigusr1_blocked():
                 _init(address, needs)
             when_there(lambda: _check_cpus(ray.cluster_resources(), needs, where=where), wait_s=needs.wait_s)
             _gpus_of_cluster[:] = [int(ray.cluster_resources().get("GPU", 0))]
             yield
         finally:
-            ray.shutdown()
+            with sigterm_handler_kept():
+                ray.shutdown()
 
 
 _gpus_of_cluster: list[int] = []
@@ -214,22 +215,6 @@ def _check_cpus(resources: dict[str, float], needs: Needs, *, where: str) -> Non
             f"(num_workers, num_threads, num_rollout_actors and rollout_threads of the stage's runtime, num_engines "
             f"and num_threads of evaluate.runtime), or set RAY_ADDRESS to a bigger cluster"
         )
-
-
-@contextmanager
-def _kept_signal_handlers() -> Iterator[None]:
-    """Restore the SIGTERM handler after the block: `ray.init` installs one that exits.
-
-    Prefect's handler must stay, because it sets a cancelled run to Cancelled. Only the main thread can set handlers.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler: Callable[[int, FrameType | None], object] | int | None = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from klear_core.cluster.placement import (
 from klear_core.config.evaluate import LocalEngineConfig, TorchEngineConfig
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
+from klear_core.stopping import sigterm_handler_kept
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +59,14 @@ def _nodes_at(address: str) -> tuple[Node, ...]:
     if ray.is_initialized():
         return ray_nodes()
     require_listener(address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        return ray_nodes()
-    except (RayError, OSError, RuntimeError, ValueError) as e:
-        raise cannot_join(address, e) from e
-    finally:
-        ray.shutdown()
+    with sigterm_handler_kept():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            return ray_nodes()
+        except (RayError, OSError, RuntimeError, ValueError) as e:
+            raise cannot_join(address, e) from e
+        finally:
+            ray.shutdown()
 
 
 def require_listener(address: str) -> None:

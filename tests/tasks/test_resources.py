@@ -1,8 +1,10 @@
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -75,9 +77,16 @@ def test_prefects_sigterm_handler_survives_and_ray_is_gone_after_an_error():
         with pytest.raises(KeyError):
             fail_inside(handler)
         assert signal.getsignal(signal.SIGTERM) is handler
+        assert is_caught(signal.SIGTERM)  # by the system's account: Ray's shutdown is no Python code
         assert wait_until_gone([p for p in family_of(os.getpid()) if "raylet" in title(p)]) == []
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def is_caught(number: signal.Signals) -> bool:
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert caught is not None
+    return bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def fail_inside(handler) -> None:
