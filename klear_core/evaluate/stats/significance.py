@@ -383,7 +383,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateOutcomes:
-    """What the rule of the champion finds in replications, one value each."""
+    """Findings of the champion's rule in replications, one value each."""
 
     is_non_inferior: Flags
     is_shown: Flags
