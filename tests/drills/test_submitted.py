@@ -265,6 +265,21 @@ def test_a_job_of_two_nodes_is_queued_again_after_a_killed_driver_preemption_and
     assert "Restarts=3" in slurm("scontrol", "show", "job", "1")
 
 
+def test_a_job_is_queued_again_for_as_long_as_it_was_asked_to_be(slurm: Slurm):
+    stand_in_job(slurm, retry=["error"], retry_for="2m", max_retries=9)
+    began = time.monotonic()
+    slurm.on("n1", "pkill", "-KILL", "-f", "bin/klear run")
+    slurm.until(lambda: starts(slurm) == 2)
+    assert "ended with 137 (error): queued again" in slurm.log
+    time.sleep(max(0.0, 125 - (time.monotonic() - began)))
+    slurm.on("n1", "pkill", "-KILL", "-f", "bin/klear run")
+    while "RUNNING" in (now := slurm("scontrol", "show", "job", "1")) or "COMPLETING" in now:
+        time.sleep(0.5)
+    assert re.search(r"retried for 1[2-9]\d s, no longer", slurm.log)
+    assert "Restarts=1" in now
+    assert starts(slurm) == 2
+
+
 def test_slurm_ends_a_job_at_its_deadline_and_it_is_not_queued_again(slurm: Slurm):
     stand_in_job(slurm, deadline="7m", time_limit="1d", retry=["error", "interruption"])
     while "RUNNING" in (now := slurm("scontrol", "show", "job", "1")):

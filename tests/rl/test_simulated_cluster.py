@@ -110,9 +110,7 @@ def test_the_benchmark_shows_the_row_of_a_setup_before_it_simulates_the_next(
         assert f"slower side {value:.3g} busy" in row
 
 
-@pytest.mark.parametrize(
-    "setup", [s for s in setups() if s.least or s.has_long_tail], ids=lambda s: s.name
-)
+@pytest.mark.parametrize("setup", [s for s in setups() if s.least or s.has_long_tail], ids=lambda s: s.name)
 def test_the_pages_have_what_was_simulated_and_no_target_was_missed(setup: Setup) -> None:
     start = setup.name.removeprefix("rollout_scale/") + "/"
     measured = json.loads((DOCS / "data" / "rollout_scale.json").read_text())["rows"]

@@ -56,7 +56,7 @@ def _options(submission: Submission, workdir: Path) -> list[str]:
         "chdir": str(workdir),
         "output": str(submission.folder / "log").replace("%", "%%"),
     }
-    flags = ["exclusive", "requeue" if "interruption" in submit.retry else "no-requeue"]
+    flags = ["exclusive", "requeue" if {"error", "interruption"}.intersection(submit.retry) else "no-requeue"]
     own = {*options, *flags, "requeue", "no-requeue", "array"} - _MAY_BE_REPLACED
     if taken := own & submit.slurm.sbatch.keys():
         raise ConfigError(f"workspace.submit.slurm.sbatch: {', '.join(sorted(taken))} is set by klear submit itself")
@@ -99,7 +99,7 @@ def _job(submission: Submission, workdir: Path) -> str:
 folder={folder}
 head=$(hostname -I); head=${{head%% *}}; head=${{head:-127.0.0.1}}   # setup may choose another address of this node
 {setup}
-unset RAY_ADDRESS
+{_unless_interrupted(submit)}unset RAY_ADDRESS
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token   # without it, whoever reaches a port runs code
 export RAY_worker_niceness=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 
@@ -129,10 +129,21 @@ if [ "$status" != {REQUEUE_STATUS} ]; then
 fi
 age=$(($(date +%s) - $(cat "$folder/begun")))
 if [ $age -gt {in_seconds(submit.retry_for)} ]; then echo "retried for $age s, no longer"; exit 1; fi
-{_unless_over(submit)}echo "ended with $status ($reason): queued again"
+{_unless_over(submit)}echo "ended with $status ($reason): queued again" | tee -a "$folder/requeued"
 # A controller that does not answer is asked again.
 for _ in {{1..30}}; do scontrol requeue "$SLURM_JOB_ID" && exit 0; sleep 10; done
 exit 1
+"""
+
+
+def _unless_interrupted(submit: SubmitConfig) -> str:
+    """Return lines that end a job which Slurm itself has queued again, if it is to be so after errors alone."""
+    if "error" not in submit.retry or "interruption" in submit.retry:
+        return ""
+    return """# After a preemption or a lost node, too, Slurm starts a job again that may be queued again at all.
+if [ "${SLURM_RESTART_COUNT:-0}" -gt "$(cat "$folder/requeued" 2>/dev/null | wc -l)" ]; then
+  echo "interrupted, and retry has errors alone"; exit 1
+fi
 """
 
 

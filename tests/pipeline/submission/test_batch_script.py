@@ -20,7 +20,8 @@ STAND_INS = {
     # Ray's launcher runs what follows --
     "srun": '[[ "$*" = *" ray stop "* ]] && exit; while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
     "klear": 'echo "klear $*" >>"$CALLS"; trap "exit 75" USR1; eval "$KLEAR"',
-    "scontrol": 'echo "scontrol $*" >>"$CALLS"; eval "${SCONTROL:-true}"',
+    # Slurm queues no job again that was submitted with --no-requeue, whoever asks
+    "scontrol": 'echo "scontrol $*" >>"$CALLS"; ! grep -q "#SBATCH --no-requeue" "$SCRIPT" && eval "${SCONTROL:-true}"',
     "sleep": ":",  # between two questions to the controller
 }
 
@@ -49,9 +50,11 @@ class Job:
                 file.write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}\n")
                 file.chmod(0o755)
 
-    def start(self, klear: str, scontrol: str = "true") -> "subprocess.Popen[bytes]":
+    def start(self, klear: str, scontrol: str = "true", restarts: int = 0) -> "subprocess.Popen[bytes]":
+        script = str(self.folder / "job.sh")
         env = {**os.environ, "SLURM_JOB_ID": "7", "CALLS": str(self.calls), "KLEAR": klear, "SCONTROL": scontrol}
-        return subprocess.Popen(["bash", str(self.folder / "job.sh")], env=env, stdout=subprocess.DEVNULL)
+        env |= {"SCRIPT": script, "SLURM_RESTART_COUNT": str(restarts)}
+        return subprocess.Popen(["bash", script], env=env, stdout=subprocess.DEVNULL)
 
     def requeued(self) -> int:
         """How often Slurm was asked to queue the job again."""
@@ -164,8 +167,17 @@ def test_slurm_may_shorten_an_allocation_to_end_by_the_deadline(deadline, time_l
     assert f"time-min={minutes}" in options_of(deadline=deadline, slurm={"time_limit": time_limit})
 
 
-def test_a_run_that_is_not_retried_after_interruptions_is_not_requeued_by_slurm():
-    assert "no-requeue" in options_of(retry=["error"])
+def test_a_run_that_is_not_retried_after_interruptions_ends_if_slurm_has_queued_it_again(tmp_path):
+    """Slurm does so after a preemption or a lost node, if a job may be queued again at all, as after an error."""
+    assert "no-requeue" in options_of(retry=[])
+    job = Job(tmp_path, retry=["error"])
+    assert job.start("exit 1").wait(60) == 0
+    assert job.start("exit 1", restarts=1).wait(60) == 0  # after the error
+    assert job.start("exit 0", restarts=3).wait(60) == 1  # two errors, and a preemption
+    assert job.calls.read_text().count("klear run") == 2
+    (tmp_path / "other").mkdir()
+    interruptible = Job(tmp_path / "other", retry=["error", "interruption"])
+    assert interruptible.start("exit 0", restarts=3).wait(60) == 0
 
 
 def test_the_profile_of_a_submission_is_the_run(tmp_path):
