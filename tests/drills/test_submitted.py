@@ -206,6 +206,7 @@ def test_a_ray_job_whose_driver_is_killed_runs_again_to_the_same_weights(slurm: 
 
     while max(steps_in(work(slurm.workspace, "rl")), default=0) <= CHECKPOINT_EVERY["rl"]:
         assert time.monotonic() < deadline, status()
+        assert "FAILED" not in (now := status()), slurm.on("n1", "ray", "job", "logs", name, **token) + now
         time.sleep(0.2)
     slurm.on("n1", "pkill", "-KILL", "-f", driver)
     deadline = time.monotonic() + IN_TIME_S
