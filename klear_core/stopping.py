@@ -96,6 +96,35 @@ def sigterm_handler_kept() -> Iterator[None]:
 
 
 @contextmanager
+def signals_held() -> Iterator[None]:
+    """Let a first signal take effect only after the block, which is short and must not end halfway; a second at once.
+
+    Only the main thread runs handlers of signals; in another one nothing has to be held.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    numbers = (signal.SIGINT, *_NUMBERS)
+    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            handlers[signal.Signals(number)](number, frame)
+        held.append(number)
+
+    for number in handlers:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)
+
+
+@contextmanager
 def checkpoint_first(grace_s: float = _GRACE_S) -> Iterator[None]:
     """Let the training loop of the block save a checkpoint before a signal ends the run.
 

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -21,6 +21,7 @@ from klear_core.artifacts.files import file_lock, says_disk_full
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, ArtifactRef, InputRecord
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError, KlearError
+from klear_core.stopping import signals_held
 from tasks.answer_traces import answer_traces, send_traces
 from tasks.mlflow_database import database_file, ensure_database
 
@@ -183,7 +184,7 @@ class MlflowBackend:
     def open(self, record: TrackedRun) -> OpenRun:
         """Open the stage's run and its parent, or reopen existing ones, and log parameters and inputs."""
         # Under a lock, because MLflow has no "create unless it exists": two processes would each make the parent run.
-        with translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
+        with self._requests(alone=True):
             experiment_id = self._experiment()
             parent, parent_ended = self._parent(record, experiment_id)
             if record.status == "RUNNING":  # an ended stage's record is delivered without the artifact's lock
@@ -201,9 +202,20 @@ class MlflowBackend:
                 self._watch_machine(child.info.run_id)
         return OpenRun(child.info.run_id, parent.info.run_id, parent_ended)
 
+    @contextmanager
+    def _requests(self, *, alone: bool = False) -> Iterator[None]:
+        """Translate the errors of a block of requests; `alone` keeps other processes of the workspace from theirs.
+
+        A signal waits for the end of a block that writes to a file: an interrupted write would leave the file locked.
+        """
+        turn = file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who))
+        is_file = self._artifacts is not None
+        with translated(), turn if alone else nullcontext(), signals_held() if is_file else nullcontext():
+            yield
+
     def last_step(self, run_id: str, name: str) -> int | None:
         """Return the last step with a value of the metric; None if there is none."""
-        with translated():
+        with self._requests():
             return max((m.step for m in self._client.get_metric_history(run_id, name)), default=None)
 
     def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
@@ -211,7 +223,7 @@ class MlflowBackend:
         from mlflow.entities import Metric
 
         metrics = [Metric(p.name, p.value, p.at_ms, p.step) for p in points]
-        with translated():
+        with self._requests():
             for start in range(0, len(metrics), MAX_POINTS_PER_REQUEST):
                 self._client.log_batch(run_id, metrics=metrics[start : start + MAX_POINTS_PER_REQUEST])
 
@@ -227,7 +239,7 @@ class MlflowBackend:
         self.log_metrics(run.run_id, counts)
         scores = _scores(record, ref)
         self.log_metrics(run.parent_id, [*counts, *scores])
-        with translated():
+        with self._requests():
             self._client.set_tag(run.run_id, "klear.uri", ref.uri)
             if record.makes_model:
                 self._reference_model(run, ref, record.stage)
@@ -244,7 +256,7 @@ class MlflowBackend:
         if not traces:
             return
         try:
-            with translated():
+            with self._requests():
                 send_traces(
                     traces,
                     tracking_uri=self._client.tracking_uri,
@@ -258,12 +270,12 @@ class MlflowBackend:
 
     def end(self, run_id: str, status: RunStatus, at_ms: int) -> None:
         """Close a run."""
-        with translated():
+        with self._requests():
             self._client.set_terminated(run_id, status=status, end_time=at_ms)
 
     def end_pipeline(self, record: TrackedRun) -> None:
         """Close the pipeline's run."""
-        with translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
+        with self._requests(alone=True):
             parent, _ = self._parent(record, self._experiment())
             self._client.set_terminated(parent.info.run_id, status=record.status, end_time=record.ended_ms)
 
@@ -329,7 +341,7 @@ class MlflowBackend:
     def _show_columns(self, metrics: Sequence[str], at_ms: int) -> None:
         """Add columns for these metrics to the shared view of the runs, if the user may change the experiment."""
         try:
-            with translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
+            with self._requests(alone=True):
                 experiment_id = self._experiment()
                 tag = self._client.get_experiment(experiment_id).tags.get(VIEW_TAG)
                 view = scores_view(tag, metrics, at_ms=at_ms)

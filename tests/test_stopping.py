@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from klear_core.stopping import Requeued, at_once, checkpoint_first, is_asked, requeued_by_signal
+from klear_core.stopping import Requeued, at_once, checkpoint_first, is_asked, requeued_by_signal, signals_held
 
 
 class Terminated(KeyboardInterrupt):
@@ -92,3 +92,21 @@ def test_handlers_are_as_they_were_after_the_block():
     with suppress(Requeued), checkpoint_first():
         send(signal.SIGUSR1)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+@BOTH
+def test_a_signal_that_is_held_takes_effect_after_the_block(number: signal.Signals, end: type):
+    done: list[str] = []
+    with pytest.raises(end), signals_held():
+        send(number)
+        done.append("the rest of the block")
+    assert done
+    with pytest.raises(end):
+        send(number)
+
+
+@BOTH
+def test_a_second_signal_is_not_held(number: signal.Signals, end: type):
+    with pytest.raises(end), signals_held():
+        send(number, number)
+        pytest.fail("the block went on")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from klear_core.errors import ConfigError
+from tasks.mlflow_backend import TrackedRun, mlflow_backend
 from tasks.mlflow_database import database_file, ensure_database, refuse_broken_with_runs
 
 MAKE = "import sys; from pathlib import Path; from tasks.mlflow_database import ensure_database; ensure_database(Path(sys.argv[1]))"
@@ -168,3 +169,37 @@ def test_a_process_killed_while_it_makes_the_database_leaves_none(tmp_path: Path
     assert not path.exists()
     ensure_database(path)
     assert is_usable(path)
+
+
+def test_a_run_that_is_stopped_while_it_writes_leaves_the_file_free(mlflow_folder: Path, tmp_path: Path):
+    """At every tenth statement of a request: SQLite's lock would last until the process ends, and 20 s per request."""
+    from sqlalchemy import Engine, event
+
+    workspace = tmp_path / "ws"
+    shutil.copytree(mlflow_folder, workspace / "mlflow")
+    database = workspace / "mlflow" / "mlflow.db"
+    backend = mlflow_backend(f"sqlite:///{database}", workspace)
+    statements = 0
+
+    def stop(*_: object) -> None:
+        nonlocal statements
+        statements += 1
+        if statements % 10 == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    event.listen(Engine, "before_cursor_execute", stop)
+    try:
+        for number in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                backend.open(a_run(number))
+            with closing(sqlite3.connect(database, timeout=0)) as other:
+                other.execute("BEGIN IMMEDIATE")
+    finally:
+        event.remove(Engine, "before_cursor_execute", stop)
+    assert statements > 50
+
+
+def a_run(number: int) -> TrackedRun:
+    return TrackedRun(
+        server="", run_id=f"r{number}", run_name=f"run {number}", stage="sft", kind="sft", params={"seed": "1"}
+    )
