@@ -283,13 +283,22 @@ _SHOWN_ELSEWHERE = (
     "attachment work detail page textbook"
 )
 _NO_ANSWER = (
-    r"(?:please )?(?:see|refer to|given in|shown in|as in) (?:the )?(?:attached |full |above |below |official )?"
-    rf"(?:{_SHOWN_ELSEWHERE.replace(' ', '|')})s?(?: above| below| for details)?",
-    r"n\s*/\s*a|n\.a|tbd|to ?do|\?+|not (?:applicable|available|given|provided)",
-    r"no (?:answer|solution) (?:is )?(?:given|provided|available)|left (?:as an exercise )?(?:to|for) the reader",
+    r"(?:please |answer |solution |as )?(?:is )?(?:see|refer to|given|shown|explained|contained|found|described|as|in) ?"
+    r"(?:in |on )?(?:the )?(?:attached |full |above |below |official )?"
+    rf"(?:{_SHOWN_ELSEWHERE.replace(' ', '|')})s?(?: above| below| for details| pdf| file)?",
+    rf"(?:solution|answer) in (?:the )?(?:{_SHOWN_ELSEWHERE.replace(' ', '|')})|as (?:shown|above|below|explained)",
+    r"n\s*/\s*a|n\.a|tbd|to ?do|\?+|(?:answer |solution )?(?:not |un)(?:applicable|available|given|provided|known)|null|nan",
+    r"no (?:answer|solution) (?:is )?(?:given|provided|available)|no answer|(?:the )?(?:answer|solution|response)s?:?",
+    r"(?:the )?(?:answer |solution |proof )?(?:is )?left (?:as an exercise )?(?:to|for) the reader|omitted|var(?:y|ies)",
     r"(?:(?:the )?(?:answer|response|solution|result)s?)? ?(?:will|may|can|could|should|might) vary",
     r"(?:answer|response)s? var(?:y|ies)|(?:the )?(?:solution|answer|proof) (?:is )?omitted",
     r"(?:the )?proofs?(?: (?:by|using|of|is|completed?|required|follows|below|above|question|problem|needed).*)?",
+    r"prove (?:it|this|that .*|the .*)|this is a proof(?: (?:question|problem))?|(?:the )?(?:statement|claim) is pro(?:ved|ven)",
+    r"[\w-]+\.(?:png|jpe?g|gif|svg|pdf)",
+    r"(?:voir|cf|siehe|ver|véase|vedi|см|смотри)\.? (?:la |die |el |le |l')?"
+    r"(?:solution|corrigé|figure|lösung|abbildung|solución|figura|soluzione|решение|рисунок)",
+    r"(?:démonstration|preuve|demostración|demostrar|beweis|dimostrazione|доказательство|доказано|доказать|показать|証明(?:略)?)",
+    r"(?:答案|证明|證明|解)?(?:略|从略|从略|见解析|見解析|详见解析|见解答|详见解答|见详解|见证明|见图|如图)|解析|暂无(?:答案)?|未知|无答案",
     r"proven|proved|to be proved|q\.?\s*e\.?\s*d|\[?(?:image|figure|picture|diagram|graph|img)s?\]?",
 )
 _STANDS_FOR_NONE = re.compile("|".join(_NO_ANSWER), re.I)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -82,6 +82,8 @@ class Piece:
     span: Span | None
 
 
+_MOST_FILLING = 1000
+"""Rows in which the values are looked for that the first row lacks."""
 _MAX_TELLING = 1000
 """Characters of a value that tells a format from another of the same keys."""
 
@@ -252,7 +254,24 @@ def _first_rows(source: StoredSource) -> list[Candidate | Dropped]:
 
 
 def _first_full(rows: Iterable[FileRow | BrokenRow]) -> FileRow | None:
-    return next((row for row in rows if isinstance(row, FileRow) and not is_empty_row(row.fields)), None)
+    """Return the first intact row with a value; what is empty in it is taken from the next rows that have it."""
+    intact = (row for row in rows if isinstance(row, FileRow) and not is_empty_row(row.fields))
+    first = next(intact, None)
+    if first is None:
+        return None
+    fields = dict(first.fields)
+    for row in islice(intact, _MOST_FILLING):
+        empty = [key for key, value in fields.items() if value in (None, "")]
+        if not empty:
+            break
+        fields |= {key: row.fields[key] for key in empty if row.fields.get(key) is not None}
+    return replace(first, fields=fields)
+
+
+def _schema_of(source: StoredSource) -> Schema | None:
+    """Return the format of a source by its first rows; None if it has no intact row."""
+    first = _first_full(islice(rows_of(data_files(source)), source.limit))
+    return None if first is None else schema_for(source, first.fields, where=first.where)
 
 
 def _parser_of(
@@ -278,11 +297,10 @@ def _parse_rows(
     `parse` gets a row's fields, their format, and the row's place in the source. The first intact row with a value
     determines the format, unless `schema` is given.
     """
-    found = schema
+    found = schema or _schema_of(source)
 
     def parse_row(row: FileRow) -> T:
-        nonlocal found
-        found = found or schema_for(source, row.fields, where=row.where)
+        assert found is not None, "an intact row determines the format"
         return parse(row.fields, found, row.where)
 
     return parse_rows(rows, parse_row, limit=source.limit)

@@ -212,6 +212,17 @@ def test_an_empty_first_row_does_not_decide_the_format(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("empty", [None, ""])
+def test_answers_that_the_first_rows_lack_do_not_decide_the_format(tmp_path, empty):
+    rows = [{"question": f"What is {n} + 1?", "answer": empty if n < 3 else str(n + 1), "meta": None} for n in range(9)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    source = FileSource(path=str(tmp_path / "a.parquet"))
+    check_source(source)
+    read = list(read_source(source, seed=0))
+    assert [row.reason for row in read if isinstance(row, Dropped)] == ["no_reference"] * 3
+    assert [row.reference.answers for row in read if isinstance(row, Candidate)] == [(str(n + 1),) for n in range(3, 9)]
+
+
 def test_a_file_of_nothing_but_nulls_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     write_rows(path, [{"problem": None, "answer": None}] * 20)

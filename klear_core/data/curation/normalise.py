@@ -10,7 +10,10 @@ import unicodedata
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
+_ENTITY = re.compile(
+    r"&(?:(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});|#\d{2,7}(?!\d)|(?:amp|lt|gt|quot|nbsp)(?![a-z]))"
+)
+"""An entity of HTML; browsers read some without their semicolon too."""
 _MOST_ENCODINGS = 3
 """Times that a text is decoded: some pages encode an entity's own sign again (`&amp;lt;`)."""
 _SCRIPT_TAG = re.compile(r"<(sup|sub)(?:\s[^<>]*)?>([^<>]*)</\1\s*>", re.I)
@@ -21,6 +24,11 @@ _TAG = re.compile(
     re.I,
 )
 """Tags of HTML. Those with other names are inequalities or code."""
+_COMMENT = re.compile(r"<!--.*?-->|<!\[CDATA\[|\]\]>", re.DOTALL)
+_CHAT_MARK = re.compile(r"<\|/?([a-z_]{3,40})\|>|\[/?(INST)\]|<</?(SYS)>>|<((?:start|end)_of_turn)>")
+"""Marks of chat templates around a prompt. Their names stay as words, and their signs are none of mathematics."""
+_BYTE_ESCAPE = re.compile(r"\\x([2-7][0-9a-fA-F])|\\U000([01][0-9a-fA-F]{4})")
+"""Characters as Python escapes them; no command of LaTeX begins alike."""
 _ESCAPED = re.compile(r"\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})")
 """Characters as JSON escapes them."""
 _ESCAPED_SPACE = re.compile(r"(?<!\\)\\[nrt](?!Leftarrow|Rightarrow|Leftrightarrow|VDash|Vdash)(?![a-z])")
@@ -157,12 +165,15 @@ def _decoded(text: str) -> str:
         plain = unescaped
     if "%" in plain and len(_PERCENT.findall(plain)) >= _FEW_PERCENT and not any(map(str.isspace, plain)):
         plain = unquote(plain.replace("+", " "))
+    if "\\x" in plain or "\\U" in plain:
+        plain = _BYTE_ESCAPE.sub(lambda m: chr(int(m[1] or m[2], 16)), plain)
     if "\\u" in plain:
         plain = _ESCAPED.sub(_escaped_character, plain)
     if "\\n" in plain or "\\t" in plain or "\\r" in plain:
         plain = _ESCAPED_SPACE.sub(" ", plain)
-    if "<" in plain and ">" in plain:
+    if "[INST]" in plain or ("<" in plain and ">" in plain):
         plain = _SCRIPT_TAG.sub(lambda m: f"{'^' if m[1].lower() == 'sup' else '_'}{{{m[2]}}}", plain)
+        plain = _CHAT_MARK.sub(lambda m: f" {m[m.lastindex or 0]} ", _COMMENT.sub("", plain))
         plain = _TAG.sub("", _BREAK.sub(" ", plain))
     if "*" in plain:
         plain = _EMPHASIS.sub(lambda m: m[2] or m[3], plain)

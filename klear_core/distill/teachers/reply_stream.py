@@ -9,9 +9,28 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeGuard
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
+from klear_core.distill.teachers.reply_shapes import (
+    CONTENT_FIELDS,
+    END_FIELDS,
+    EXTRA_FIELDS,
+    REASONING_FIELDS,
+    REASONING_NAME,
+    Part,
+    PartKind,
+    completions_in,
+    finish_of,
+    has_other_text,
+    is_call,
+    is_json,
+    is_text_like,
+    joined,
+    may_have_text,
+    parts_of,
+    word_of,
+)
 from klear_core.distill.teachers.teacher import split_tags
 from klear_core.types import TeacherFinish, TeacherReply
 
@@ -21,54 +40,8 @@ _MOST_CHARS_A_TOKEN = 20
 """Most characters a token, on average, in any reply. Above it the server has ignored `max_tokens`."""
 _MOST_TOKENS = 2**31
 """A larger count is a server's mistake, such as -1 as an unsigned number; no file of ours could hold it."""
-_FINISH_WORDS: dict[TeacherFinish, str] = {
-    "stop": "stop eos eos_token end end_turn end_of_text end_of_sequence stop_sequence stop_token stop_string complete "
-    "completed done finished success",
-    "length": "length max_length model_length max_tokens max_output_tokens max_new_tokens max_completion_tokens "
-    "token_limit context_length context_window max_context_length model_context_window_exceeded truncated incomplete",
-    "content_filter": "content_filter content_filtered filtered safety refusal refused sensitive recitation blocklist "
-    "prohibited_content spii error_toxic guardrail_intervened blocked moderation",
-    "tool_calls": "tool_calls tool_call tool_use function_call malformed_function_call unexpected_tool_call",
-}
-_FINISH = {word: finish for finish, words in _FINISH_WORDS.items() for word in words.split()}
-"""How a reply ended by the word for it, as OpenAI, Anthropic, Gemini, Mistral, Cohere, Together and TGI have it."""
-_INTERRUPTED_WORDS = """
-abort aborted cancel cancelled canceled error internal_error server_error insufficient_system_resource timeout timed_out
-interrupted overloaded network_error unavailable preempted
-"""
-_INTERRUPTED = frozenset(_INTERRUPTED_WORDS.split())
-"""Words for a reply that the server gave up; the same request may get a whole one."""
 _UNSAID = frozenset(["", "null", "none", "finish_reason_unspecified", "unspecified"])
 """Words for a reply that has not ended."""
-_REASONING_FIELDS = (
-    "reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks", "reasoning_text", "thoughts",
-    "reasoningContent",
-)  # fmt: skip
-"""Where servers put the reasoning beside the content: DeepSeek and older servers, vLLM, Ollama, OpenRouter, LiteLLM and
-others. Some send several of them with the same text, so the first that has any counts."""
-_EXTRA_FIELDS = ("provider_specific_fields", "extra_content", "model_extra", "extra_fields", "additional_kwargs")
-"""Objects of a message in which gateways put the fields that are not OpenAI's."""
-_END_FIELDS = (
-    "finish_reason", "stop_reason", "native_finish_reason", "finishReason", "stopReason", "done_reason",
-    "finish_details",
-)  # fmt: skip
-"""Where servers say how a reply ended; the first that is filled counts."""
-_TEXT_KEYS = (
-    "text", "content", "thinking", "reasoning", "summary", "value", "refusal", "reasoningContent", "reasoningText",
-)  # fmt: skip
-"""Where a part of a list has its text, or further parts."""
-_MOST_NESTED = 8
-"""Depth of parts within parts. Published shapes have three."""
-_NO_TEXT_KEYS = frozenset(["type", "id", "index", "format", "signature", "data", "annotations", "logprobs", "status"])
-"""What parts without a text have: the signature of a thought, or one that is encrypted."""
-_OTHER_TEXT_KEYS = """
-message response text output output_text content content_block delta completion generated_text generation candidates
-outputs results item token
-"""
-_OTHER_PROTOCOLS = frozenset(_OTHER_TEXT_KEYS.split())
-"""Where other protocols have their text: Ollama's own, Anthropic's, OpenAI's Responses, Gemini's, TGI's."""
-PartKind = Literal["content", "reasoning", "refusal", "tool", "unknown"]
-Part = tuple[PartKind, str]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EMPTY_EVENTS = (b"", b"null")
@@ -106,6 +79,8 @@ class ReplyReader:
         self._tool_calls: list[str] = []
         self._unread_parts: list[str] = []
         """Parts of the message in unknown shapes, as JSON."""
+        self._beside: list[str] = []
+        """Fields of messages without content, as JSON."""
         self._unread_events: list[str] = []
         """Events, or whole bodies, with text in the places of other protocols, as JSON."""
         self._held: dict[PartKind, list[str]] = {
@@ -118,6 +93,8 @@ class ReplyReader:
         self._reasoning_place = ""
         self._has_deltas = False
         self._has_choices = False
+        self._choice_index: str | None = None
+        """Index of the choice that is read: the first that came, because one is asked for."""
         self._finish_reason = ""
         """The server's word, in lower case with underscores."""
         self._is_refused = False
@@ -165,7 +142,7 @@ class ReplyReader:
             if not first:
                 return
             # An array is no reply. Read as JSON it is reported as such, and not as a stream without events.
-            self._is_json = bytes(first) in (b"{", b"[")
+            self._is_json = bytes(first) in (b"{", b"[", b'"')
             chunk = b""
         self._line += chunk
         if not self._is_json:
@@ -192,18 +169,19 @@ class ReplyReader:
             if self._is_json:  # it is whole, so the server says so every time
                 return self._reply("other", "no finish_reason")
             raise BadReplyError("broken_off", f"broken off after {self.num_pieces} pieces, without a finish reason")
-        is_known = self._finish_reason in _FINISH
-        if self._finish_reason in _INTERRUPTED or not (is_known or self.num_pieces):
+        finish = finish_of(self._finish_reason)
+        if finish == "interrupted" or not (finish or self.num_pieces or self._beside):
             raise BadReplyError("interrupted", f"finish_reason {self._finish_reason!r}")
-        return self._reply(*self._ending())
+        return self._reply(*self._ending(finish))
 
-    def _ending(self) -> tuple[TeacherFinish, str]:
+    def _ending(self, finish: TeacherFinish | None) -> tuple[TeacherFinish, str]:
         """Return how the reply ended, and why it cannot be used if its shape is at fault."""
-        finish = _FINISH.get(self._finish_reason)
         if finish is None:
             return "other", f"unknown finish_reason {self._finish_reason!r}"
         if self._unread_parts:
             return "other", f"content of an unknown shape: {self._unread_parts[0][:200]}"
+        if finish == "stop" and self._beside and not (self._content or self._tool_calls or self._is_refused):
+            return "other", f"no content: {self._beside[-1][:200]}"
         if self._is_refused:
             return "content_filter", ""
         if self.is_over_limit:
@@ -219,7 +197,7 @@ class ReplyReader:
         reasoning, answer = split_tags(content, reasoning)
         if not (is_whole and is_whole_too) and not defect:
             finish_reason, defect = "other", "half a surrogate pair in the text"
-        apart = "\n".join([*self._tool_calls, *self._unread_parts, *self._unread_events])
+        apart = "\n".join([*self._tool_calls, *self._unread_parts, *self._unread_events, *self._beside])
         return TeacherReply(
             reasoning=reasoning,
             answer="\n".join(filter(None, [answer, apart])) if defect else answer,
@@ -247,10 +225,10 @@ class ReplyReader:
         """Read one line of a stream: an empty one ends an event; comments and other fields are ignored."""
         if line:
             field, _, value = line.partition(b":")
-            if field != b"data":
+            if field.strip().lower() != b"data":
                 return
-            value = value.removeprefix(b" ")
-            if self._data and value.startswith((b"{", b"[DONE]")) and _is_json(b"\n".join(self._data)):
+            value = value.lstrip(b" ")
+            if self._data and value.startswith((b"{", b"[DONE]")) and is_json(b"\n".join(self._data)):
                 self._end_event()  # a server that sends no empty lines
             self._data.append(value)
             return
@@ -268,7 +246,7 @@ class ReplyReader:
     def _read_body(self, body: bytes) -> None:
         """Read a body of JSON: one reply, or a stream with an event a line or in a list."""
         lines = [line for line in body.splitlines() if line.strip()]
-        if len(lines) > 1 and all(line.lstrip().startswith(b"{") and _is_json(line) for line in lines):
+        if len(lines) > 1 and all(line.lstrip().startswith(b"{") and is_json(line) for line in lines):
             self._is_json = False
             for line in lines:
                 self._read_event(line)
@@ -279,9 +257,23 @@ class ReplyReader:
         try:
             event = json.loads(payload)
         except (ValueError, RecursionError) as e:  # also bytes that are no UTF-8
+            if self._finish_reason:
+                return  # a mark of the end in the server's own words
             raise BadReplyError("malformed", f"{type(e).__name__}: {e}; it starts with {payload[:100]!r}") from e
-        for completion in _completions_in(event):
+        if isinstance(event, str):
+            self._read_encoded(event.strip().encode(errors="surrogatepass"))
+            return
+        for completion in completions_in(event) or [event]:
             self._read_completion(completion, payload)
+
+    def _read_encoded(self, text: bytes) -> None:
+        """Read what was encoded twice: an event, or a whole stream, as a string of JSON."""
+        if text[:1] in (b"{", b"["):
+            self._read_event(text)
+            return
+        self._is_json = False
+        for line in (*text.splitlines(), b""):
+            self._read_line(line)
 
     def _read_completion(self, event: object, payload: bytes) -> None:
         if not isinstance(event, dict):
@@ -295,61 +287,78 @@ class ReplyReader:
         self.has_fingerprint |= bool(event.get("system_fingerprint"))
         self._read_usage(event.get("usage"))
         choices = event.get("choices") or []  # null beside the token counts of some servers
-        if isinstance(choices, dict):
-            choices = [choices]
+        if isinstance(choices, dict):  # one choice, or several by their numbers
+            are_numbered = all(key.isdigit() for key in choices)
+            choices = list(choices.values()) if are_numbered else [choices]
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise BadReplyError("malformed", f"choices is {type(choices).__name__} of what is no choice")
         if not choices:
             self._keep_unread(event)
         for choice in choices:
             # One is asked for; a server may send more, or call the only one null.
-            if str(choice.get("index") or 0) == "0":
-                self._read_choice(choice)
+            index = str(choice.get("index") or 0)
+            if self._choice_index in (None, index):
+                self._choice_index = index
+                self._read_choice(choice, event)
 
-    def _read_choice(self, choice: dict[str, Any]) -> None:
+    def _read_choice(self, choice: dict[str, Any], event: dict[str, Any]) -> None:
         self._has_choices = True
         num_pieces = self.num_pieces
         if delta := choice.get("delta"):
             self._read_message(delta)
             self._has_deltas |= self.num_pieces > num_pieces
         # Some servers end a stream with the whole message, whose pieces have come before.
-        elif not self._has_deltas:
-            message = choice.get("message") or choice.get("text")
-            beside = {name: choice[name] for name in _REASONING_FIELDS if choice.get(name)}
-            self._read_message(beside | message if isinstance(message, dict) else message)
-        if reason := next((choice[name] for name in _END_FIELDS if choice.get(name)), None):
-            word = _word_of(reason)
+        if not self._has_deltas:
+            texts = (choice[name] for name in ("message", "messages", *CONTENT_FIELDS) if choice.get(name))
+            message = next(texts, None)
+            beside = {name: choice[name] for name in choice if REASONING_NAME.match(name)}
+            inside = message if isinstance(message, dict) else {"content": message}
+            self._read_message(beside | inside, is_whole=True)
+        holders = itertools.product((choice, event), END_FIELDS)
+        if reason := next((holder[name] for holder, name in holders if holder.get(name)), None):
+            word = word_of(reason)
             if word not in _UNSAID:  # some servers send an empty one with every piece
                 self._finish_reason = word
 
-    def _read_message(self, message: object) -> None:
+    def _read_message(self, message: object, *, is_whole: bool = False) -> None:
         if not isinstance(message, dict):
             message = {"content": message}
         apart = self._reasoning_apart(message)
-        content = message.get("content")
-        inside = _listed_parts(content, "content")
-        thought = "" if isinstance(content, str) else _joined(inside, "reasoning")
+        content = next((message[name] for name in CONTENT_FIELDS if message.get(name)), None)
+        inside = parts_of(content, "content")
+        thought = "" if isinstance(content, str) else joined(inside, "reasoning")
         # LiteLLM sends the thinking among the parts of the content, too.
-        if thought and (thought == _joined(apart, "reasoning") or self._is_repeated(thought, "content")):
+        if thought and (thought == joined(apart, "reasoning") or self._is_repeated(thought, "content")):
             inside = [part for part in inside if part[0] != "reasoning"]
-        self._add([*apart, *inside])
+        parts = [*apart, *inside]
+        self._add(self._new_parts(parts) if is_whole else parts)
+        others = {name: value for name, value in message.items() if may_have_text(name, value)}
+        if others and not self._content:
+            self._beside.append(json.dumps(others))
         if refusal := message.get("refusal"):
             self._is_refused = True
-            self._add(list(_parts_of("" if refusal is True else refusal, "refusal")))
+            self._add(parts_of("" if refusal is True else refusal, "refusal"))
         for name in ("tool_calls", "function_call"):
-            if message.get(name):
+            if is_call(message.get(name)):
                 self._add([("tool", json.dumps(message[name]))])
+
+    def _new_parts(self, parts: Sequence[Part]) -> list[Part]:
+        """Return the parts of a whole message less what came before: some servers send all of it so far each time."""
+        new = [part for part in parts if part[0] not in ("content", "reasoning")]
+        for kind in ("reasoning", "content"):
+            text, before = joined(parts, kind), "".join(self._held[kind])
+            new.append((kind, text.removeprefix(before)))
+        return [part for part in new if part[1]]
 
     def _reasoning_apart(self, message: dict[str, Any]) -> list[Part]:
         """Return the reasoning in a field of its own, unless the pieces in another place had it before."""
-        holders = [message, *(message[name] for name in _EXTRA_FIELDS if isinstance(message.get(name), dict))]
-        for holder, name in itertools.product(holders, _REASONING_FIELDS):
-            if not holder.get(name):
-                continue
-            parts = _listed_parts(holder[name], "reasoning")
-            # Alone, encrypted thinking is no reasoning, and another field may have it in plain text.
-            if text := _joined(parts, "reasoning"):
-                return [] if self._is_repeated(text, name) else parts
+        holders = [message, *(message[name] for name in EXTRA_FIELDS if isinstance(message.get(name), dict))]
+        for holder in holders:
+            for name in (*REASONING_FIELDS, *filter(REASONING_NAME.match, holder)):
+                parts = parts_of(holder[name], "reasoning") if is_text_like(holder.get(name)) else []
+                # Alone, encrypted thinking is no reasoning, and another field may have it in plain text.
+                if text := joined(parts, "reasoning"):
+                    return [] if self._is_repeated(text, name) else parts
         return []
 
     def _is_repeated(self, thought: str, place: str) -> bool:
@@ -367,7 +376,7 @@ class ReplyReader:
     def _keep_unread(self, value: object) -> None:
         """Keep the text of another protocol. Other events without a choice are pings and counts."""
         parts = value if isinstance(value, list) else [value]
-        if any(map(_has_text, parts)) and sum(map(len, self._unread_events)) < self._max_pending:
+        if any(map(has_other_text, parts)) and sum(map(len, self._unread_events)) < self._max_pending:
             self._unread_events.append(json.dumps(value))
 
     def _read_usage(self, usage: object) -> None:
@@ -381,22 +390,6 @@ class ReplyReader:
             self.input_tokens = given
 
 
-def _completions_in(event: object) -> Sequence[object]:
-    """Return the chat completions of a body: in a list, or inside an object of a gateway's own (`{"data": ...}`)."""
-    if isinstance(event, dict) and not event.get("choices"):
-        inner = [value for value in event.values() if isinstance(value, (dict, list))]
-        event = next((value for value in inner if any(map(_is_completion, _as_list(value)))), event)
-    return event if isinstance(event, list) and any(map(_is_completion, event)) else [event]
-
-
-def _as_list(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
-
-
-def _is_completion(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("choices"), list)
-
-
 def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and 0 <= value <= _MOST_TOKENS
 
@@ -404,77 +397,6 @@ def _is_count(value: object) -> TypeGuard[int]:
 def estimate_tokens(num_chars: int) -> int:
     """Return about how many tokens a text of this length has."""
     return math.ceil(num_chars / _CHARS_A_TOKEN)
-
-
-def _has_text(event: object) -> bool:
-    """Return whether an event has something where another protocol has its text."""
-    if not isinstance(event, dict):
-        return False
-    # A text as the message is that of an error or a gateway; a reply's is an object.
-    return any(
-        event[key] for key in _OTHER_PROTOCOLS & event.keys() if key != "message" or isinstance(event[key], dict)
-    )
-
-
-def _listed_parts(value: object, kind: PartKind) -> list[Part]:
-    if isinstance(value, str):  # nearly all pieces
-        return [(kind, value)] if value else []
-    return list(_parts_of(value, kind))
-
-
-def _parts_of(value: object, kind: PartKind, depth: int = 0) -> Iterator[Part]:
-    """Yield the texts of a message's field, each with its kind: a text, a part with a type, or a list of such parts."""
-    if value is None or value in ("", [], {}):
-        return
-    if isinstance(value, str):
-        yield kind, value
-    elif isinstance(value, list) and depth < _MOST_NESTED:
-        for part in value:
-            yield from _parts_of(part, kind, depth + 1)
-    elif isinstance(value, dict) and depth < _MOST_NESTED:
-        yield from _parts_of_dict(value, kind, depth)
-    else:
-        yield "unknown", json.dumps(value)
-
-
-def _parts_of_dict(part: dict[str, Any], kind: PartKind, depth: int) -> Iterator[Part]:
-    name = str(part.get("type") or "").lower()
-    if re.search(r"encrypted|redacted|signature", name):
-        return  # nobody can read it
-    if re.search(r"tool|function", name):
-        yield "tool", json.dumps(part)
-        return
-    if re.search(r"think|thought|reason", name) or part.get("thought") is True or "reasoningContent" in part:
-        kind = "reasoning"
-    elif "refusal" in name:
-        kind = "refusal"
-    keys = [key for key in _TEXT_KEYS if key in part]
-    if not keys:
-        if not part.keys() <= _NO_TEXT_KEYS:
-            yield "unknown", json.dumps(part)
-        return
-    filled = next((key for key in keys if part[key]), keys[0])
-    yield from _parts_of(part[filled], kind, depth + 1)
-
-
-def _word_of(finish_reason: object) -> str:
-    """Return the server's word for how a reply ended, in lower case with underscores (`MAX_TOKENS`, `end-turn`)."""
-    if isinstance(finish_reason, dict):
-        finish_reason = finish_reason.get("type") or finish_reason.get("reason")
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])|[\s-]+", "_", str(finish_reason).strip()[:50])
-    return words.lower().removeprefix("finish_reason_")
-
-
-def _joined(parts: Sequence[Part], kind: PartKind) -> str:
-    return "".join([text for its_kind, text in parts if its_kind == kind])
-
-
-def _is_json(data: bytes) -> bool:
-    try:
-        json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _text(parts: list[str]) -> tuple[str, bool]:

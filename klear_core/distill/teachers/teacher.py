@@ -99,7 +99,7 @@ _OTHER_TAGS = (
     (_ANALYSIS, "<|channel|>final<|message|>"),
 )
 """Tags that servers leave around the reasoning of Claude, Gemini, Seed, Kimi, Magistral and gpt-oss."""
-_THINK_TAG = re.compile(r"</?think(?:ing)?>", re.I)
+_THINK_TAG = re.compile(r"(</?think(?:ing)?)(?:\s[^<>]{0,80})?>", re.I)
 _END_OF_MESSAGE = re.compile(r"<\|(?:end|return)\|>(?:<\|start\|>assistant)?")
 
 
@@ -108,7 +108,7 @@ def split_tags(content: str, reasoning: str = "") -> tuple[str, str]:
 
     The tags of other models count at the start of the text alone.
     """
-    content = _THINK_TAG.sub(lambda tag: tag[0].lower(), content)
+    content = _THINK_TAG.sub(lambda tag: f"{tag[1].lower()}>", content)
     for opened, closed in _OTHER_TAGS:
         if content.lstrip().startswith(opened):
             thought, close, answer = content.lstrip().removeprefix(opened).partition(closed)

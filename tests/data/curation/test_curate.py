@@ -253,11 +253,15 @@ UNREADABLE += [
     "Q.E.D.", "Answers will vary", "Answer may vary.",
     "![](https://a.b/c.png)", "<img src='a.png'>", "\\includegraphics[width=2cm]{a}", "[image]",
     "Not provided", "Solution omitted", "\\boxed{N/A}", "[asy] draw((0,0)--(1,1)); [/asy]",
+    "prove it", "Prove that $a>b$.", "As shown", "Explained in the text", "solution in text", "See attached pdf", "Omitted.", "No answer",
+    "Answer not available", "unknown", "null", "Varies", "image.png", "Answer:", "The statement is proved.", "Voir la solution",
+    "siehe Lösung", "см. решение", "Beweis", "доказано", "略", "证明见解析", "详见解答", "暂无",
 ]  # fmt: skip
 READABLE = [
     "-1", "1/2", "\\frac{1}{2}", "\\{\\}", "\\emptyset", "<", "+", "\\mathbb{R}^+", "(-\\infty, 2)", "yes", "A",
     "90^\\circ", "x=3", "50\\%", "5!", "1{,}000", "None", "undefined", "no solution", "\\text{DNE}", "()", "NA", "varies directly",
-    "Figure 3", "12 (see figure)", "-x", "table", "3 images",
+    "Figure 3", "12 (see figure)", "-x", "table", "3 images", "无", "None of these",
+    "not enough information", "cannot be determined", "Infinite", "in 3 days", "answer 5",
 ]  # fmt: skip
 
 

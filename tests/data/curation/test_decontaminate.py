@@ -225,6 +225,10 @@ def test_a_contest_problem_is_known_by_its_id_whatever_its_words():
 ENCODINGS = {
     "entities": html.escape,
     "entities, twice": lambda text: html.escape(html.escape(text)),
+    "entities without their end": lambda text: html.escape(text).replace(";", "").replace("&#x27", "'"),
+    "hexadecimal escapes": lambda text: re.sub(r"[^\w\s\\]", lambda m: f"\\x{ord(m[0]):02x}", text),
+    "long escapes": lambda text: "".join(f"\\U{ord(char):08x}" for char in text),
+    "comments": lambda text: "<![CDATA[" + text.replace(" ", "<!-- a --> ") + "]]>",
     "numeric entities": lambda text: "".join(f"&#{ord(char)};" for char in text),
     "fixed spaces": lambda text: text.replace(" ", "&nbsp;"),
     "tags": lambda text: "<p>" + re.sub(r"(\w+) (\w+)", r"<b>\1</b> <i>\2</i>", text) + "</p>",

@@ -231,6 +231,8 @@ WRAPPERS = [
     "Please solve the following problem carefully, and explain all of your reasoning before you answer: {}",
     "{}\nThink step-by-step, and put the final answer within \\boxed{{}}.",
     "<p>{}</p>\n**Solution.**",
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant",
+    "<s>[INST] <<SYS>>You are a teacher.<</SYS>> {} [/INST]",
     "You are an expert. Here is a task for you, which you should read with care.\n\n{}\n\nLet's think about it.",
 ]
 

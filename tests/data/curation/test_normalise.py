@@ -51,6 +51,7 @@ from klear_core.data.curation.normalise import tokens_of
         ("num\u00adber of pri\u200bmes", "number of primes"),
         ("‖x‖ and ⟨u, v⟩", "$\\|x\\|$ and $\\langle u, v \\rangle$"),
         ("a &lt; b &amp;&amp; c &ge; d&#39;s &#x2264; 3&nbsp;km &times; &pi;", "a < b && c ≥ d's ≤ 3 km × π"),
+        ("1 &lt 2 &amp 3&#62 x", "1 < 2 & 3 > x"),
         ("1 &amp;lt; 2, &amp;amp;le; 3", "1 < 2, ≤ 3"),  # encoded two and three times
         ("&#70;&#105;&#110;&#100; x", "Find x"),
         ("<p>Find <i>x</i><sup>2</sup> if a<sub>n+1</sub> is<br/>5.</p>", "Find $x^2$ if $a_{n+1}$ is 5."),

@@ -157,6 +157,12 @@ def test_a_stream_is_read_like_the_reply_at_once() -> None:
         STREAM[1] + b'data: {"type": "ping"}\n\n' + b"".join(STREAM[2:]),
         b"".join(STREAM[:4]) + event({}, "stop").replace(b'"delta": {}', MESSAGE) + usage_event(),  # all of it again
         b"".join(STREAM[:-2]) + event(finish_reason="") + b"".join(STREAM[-2:]),  # nothing, after the reason
+        b"".join(STREAM[:-1]) + b"data: [done]\n\n",
+        b"".join(STREAM[:-1]) + b'data: "[DONE]"\n\n',
+        b"".join(STREAM[:-1]) + b"data: end of stream\n\n",
+        b"".join(STREAM).replace(b"data: ", b" DATA : "),
+        b"".join(b"data: " + json.dumps(e[6:].decode().strip()).encode() + b"\n\n" for e in STREAM[:-1]),
+        json.dumps(b"".join(STREAM).decode()).encode(),
     ],
 )
 def test_servers_that_frame_a_stream_in_their_own_way_are_understood(body: bytes) -> None:
@@ -252,6 +258,25 @@ MESSAGES: dict[str, dict[str, object]] = {
     },
     "Gemini": {"content": [{"text": "2+2=4", "thought": True}, {"text": "4"}]},
     "a list as the thinking": {"reasoning_content": [{"type": "text", "text": "2+2=4"}], "content": ["4"]},
+    "a field named after it": {"content": "4", "thinking_content": "2+2=4"},
+    "a chain of thought": {"content": "4", "chain_of_thought": "2+2=4"},
+    "steps": {"content": "4", "reasoning_steps": [{"thought": "2+2=4"}]},
+    "an analysis": {"content": "4", "analysis": "2+2=4"},
+    "Gemini's parts": {"parts": [{"text": "2+2=4", "thought": True}, {"text": "4"}]},
+    "Gemini's object": {"content": {"role": "model", "parts": [{"text": "2+2=4", "thought": True}, {"text": "4"}]}},
+    "a text beside no content": {"content": None, "text": "4", "reasoning": "2+2=4"},
+    "a part named after its type": {"reasoning": "2+2=4", "content": [{"type": "markdown", "markdown": "4"}]},
+    "sources beside the text": {
+        "reasoning": "2+2=4",
+        "content": [{"type": "text", "text": "4"}, {"type": "citations", "citations": [{"url": "x"}]}],
+    },
+    "tools without a name": {
+        "reasoning": "2+2=4",
+        "content": "4",
+        "tool_calls": [None, {"index": 0, "type": "function", "function": {"name": None, "arguments": ""}}],
+        "function_call": {"name": None, "arguments": None},
+    },
+    "a tag with an attribute": {"content": '<think time="3">2+2=4</think>4'},
     "tags in capitals": {"content": "<THINK>2+2=4</THINK>4"},
     "tags in parts": {"content": [{"type": "text", "text": "<think>2+2=4</think>"}, {"type": "text", "text": "4"}]},
 }
@@ -270,8 +295,10 @@ def test_every_shape_of_content_and_reasoning_is_read_whole_and_streamed(name: s
     ("words", "expected"),
     [
         ("stop STOP eos eos_token end_turn stop_sequence end-turn endTurn COMPLETE FINISH_REASON_STOP", "stop"),
-        ("length max_tokens MAX_TOKENS model_length max-tokens max_output_tokens", "length"),
-        ("content_filter content-filter SAFETY refusal sensitive RECITATION", "content_filter"),
+        ("end_of_turn eot <|eot_id|> <|im_end|> stop:eos END_OF_SEQUENCE_TOKEN Finished <eos> </s>", "stop"),
+        ("length max_tokens MAX_TOKENS model_length max-tokens max_output_tokens hit_max_tokens", "length"),
+        ("stopped_by_length not-complete output_truncated contextLengthExceeded", "length"),
+        ("content_filter content-filter SAFETY refusal sensitive RECITATION BLOCKED_BY_POLICY", "content_filter"),
         ("tool_calls tool-calls tool_use function_call", "stop"),  # no tool is called
     ],
 )
@@ -297,6 +324,14 @@ WRAPPED: list[object] = [
     {"code": 0, "msg": "ok", "result": BODY},
     {"response": [BODY]},
     STEPS,
+    {"code": 200, "data": {"result": BODY}},
+    {"statusCode": 200, "body": json.dumps(BODY)},
+    json.dumps(BODY),
+    {"choices": {"0": BODY["choices"][0]}},
+    {"choices": [BODY["choices"][0] | {"index": 1}]},
+    {"choices": [{"message": {"content": "4", "reasoning": "2+2=4"}}], "finish_reason": "stop"},
+    {"choices": [{"content": "4", "reasoning": "2+2=4", "finish_reason": "stop"}]},
+    {"choices": [{"delta": {"content": ""}} | BODY["choices"][0]]},
 ]
 
 
@@ -318,6 +353,27 @@ def test_a_stream_of_lines_of_json_is_read_and_one_without_its_end_was_broken_of
     assert (reply.reasoning, reply.answer, reply.finish_reason) == ("2+2=4", "4", "stop")
     with pytest.raises(BadReplyError, match="broken off"):
         read_whole(lines[0] + lines[0])
+
+
+def test_a_stream_of_messages_that_grow_is_read_once() -> None:
+    grown = [("2+2", "", None), ("2+2=4", "", None), ("2+2=4", "It", None), ("2+2=4", "It is 4.", "stop")]
+    events = [
+        {"choices": [{"message": {"reasoning_content": thought, "content": text}, "finish_reason": end}]}
+        for thought, text, end in grown
+    ]
+    reply = read_reply(b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events))
+    assert (reply.reasoning, reply.answer, reply.finish_reason) == ("2+2=4", "It is 4.", "stop")
+
+
+def test_a_message_whose_text_is_under_an_unknown_name_is_kept_with_its_reason() -> None:
+    for message in ({"content": None, "audio": {"transcript": "It is 4."}}, {"say": "It is 4.", "reasoning": "2+2=4"}):
+        for body in (payload(message), event(message) + event(finish_reason="stop")):
+            reply = read_reply(body)
+            assert reply.finish_reason == "other"
+            assert "no content" in reply.defect
+            assert "It is 4." in reply.answer
+    beside: dict[str, object] = {"reasoning": "2+2=4", "content": "4", "obfuscation": "xyz"}
+    assert read_reply(event(beside) + event(finish_reason="stop")).defect == ""
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "python", "arguments": "print(4)"}}
