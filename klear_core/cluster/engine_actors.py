@@ -213,7 +213,7 @@ yet; one that is frozen, or whose node cannot be reached, never does."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadActor:
-    """An actor that died during a call, with the error raised."""
+    """An actor that died during a call, or whose engine did, with the error raised."""
 
     actor: Any
     error: BaseException
@@ -317,7 +317,7 @@ class RayEngine:
                 link.unsent = [r for r in link.unsent if r.request_id != request.request_id]
 
     async def call(self, calls: Mapping[str, RemoteCall], *, timeout_s: float) -> DeadActor | None:
-        """Make calls of the actor one after the other; return the actor and the error if it died, else None.
+        """Make calls of the actor one after the other; return actor and error if it or its engine died, else None.
 
         Keys say what each is to do, for messages; `timeout_s` is that of one call. If the actor was replaced while this
         waited for the lock, the new one is not called: it starts awake, with the current weights.
@@ -328,7 +328,7 @@ class RayEngine:
                 if self.actor is actor:
                     for what, call in calls.items():
                         await within(call(actor), timeout_s, self.name, what)
-        except LOST as error:
+        except (*LOST, ResourceError) as error:  # the latter: the actor lives, and the process of its engine does not
             return DeadActor(actor=actor, error=error)
         return None
 

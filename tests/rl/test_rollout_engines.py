@@ -18,7 +18,7 @@ from virtual_clock import run_virtually
 from klear_core.cluster.engine_actors import Reply, Request, RolloutActor
 from klear_core.cluster.rank_actors import Arrays, Reports, to_arrays
 from klear_core.config.rl import RlCheckpointConfig
-from klear_core.errors import ConfigError, TrainingError
+from klear_core.errors import ConfigError, ResourceError, TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
 from klear_core.generate.pool import EngineLost
 from klear_core.metrics import Heartbeat
@@ -29,7 +29,7 @@ from klear_core.types import Completion
 ray = pytest.importorskip("ray")
 from ray.exceptions import OutOfMemoryError  # noqa: E402
 
-from klear_core.cluster.engine_actors import RayEngine  # noqa: E402
+from klear_core.cluster.engine_actors import DeadActor, RayEngine  # noqa: E402
 from klear_core.cluster.ray_calls import Restarts, StoredWeights, within  # noqa: E402
 from klear_core.cluster.rl_workers import (  # noqa: E402
     RayLearner,
@@ -162,6 +162,26 @@ def test_an_actor_is_told_nothing_while_it_changes(method: str) -> None:
 
     asyncio.run(drive())
     assert calls == [method]
+
+
+@pytest.mark.parametrize("method", ["load_received", "sleep", "wake"])
+def test_an_actor_whose_engine_has_died_is_replaced_as_a_dead_actor_is(method: str) -> None:
+    """The process of a vLLM engine may die at any moment, and its actor lives."""
+    actor = FakeActor([])
+
+    async def refuse() -> None:
+        raise ResourceError("the vLLM engine could not load the weights of version 7; its log ends with ...")
+
+    setattr(actor, method, Method(method, [], refuse))
+
+    async def drive() -> DeadActor | None:
+        engine = await engine_over(actor)
+        return await engine.call({"change": lambda a: getattr(a, method).remote()}, timeout_s=9)
+
+    dead = asyncio.run(drive())
+    assert dead is not None
+    assert dead.actor is actor
+    assert "version 7" in str(dead.error)
 
 
 class SlowActor:
