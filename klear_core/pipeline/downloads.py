@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, StringConstraints, TypeAdapter, ValidationError
 
 from klear_core.artifacts import model_files
 from klear_core.artifacts.hub import HubFiles, commit_of, licence_of
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 REVISIONS_FILE = "hub_revisions.json"
 """File of a workspace with the commits that `newest` named when it was first used, by kind and repository."""
+_COMMITS = TypeAdapter(dict[str, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]])
 _MB_PER_S = 100.0
 """Speed of the network that a download's time is told for."""
 
@@ -51,7 +52,7 @@ def pinned(config: PipelineConfig, resolve: Resolve = _newest) -> PipelineConfig
     if not named:
         return config
     path = Path(config.workspace.root) / REVISIONS_FILE
-    recorded: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
+    recorded = _recorded(path)
     known = dict(recorded)
     for repo in named:
         if _key(repo) not in known:
@@ -66,6 +67,17 @@ def pinned(config: PipelineConfig, resolve: Resolve = _newest) -> PipelineConfig
         beside.replace(path)
     commits = {repo.repo: known[_key(repo)] for repo in named if _key(repo) in known}
     return PipelineConfig.model_validate(_with_commits(config.model_dump(), commits))
+
+
+def _recorded(path: Path) -> dict[str, str]:
+    """Return the commits that a workspace has recorded, by repository."""
+    try:
+        return _COMMITS.validate_json(path.read_bytes()) if path.is_file() else {}
+    except ValidationError as e:
+        raise ConfigError(
+            f"{path}: not the record of a workspace's commits ({e.errors()[0]['msg']}); restore it, or delete it: a run "
+            "then takes today's commits, and makes again what was made from others"
+        ) from e
 
 
 def _key(repo: HubFiles) -> str:

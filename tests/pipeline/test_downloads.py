@@ -54,6 +54,18 @@ def test_a_later_commit_changes_nothing_in_this_workspace(tmp_path: Path) -> Non
     assert source_of(pinned(config(other, ""), lambda _repo: "b" * 40)).revision == "b" * 40
 
 
+@pytest.mark.parametrize(
+    "content", ["", '{"dataset:owner/sums": ', '["x"]', '{"dataset:owner/sums": 3}', '{"dataset:owner/sums": "main"}']
+)
+def test_a_record_of_commits_that_is_none_is_named_and_not_replaced(tmp_path: Path, content: str) -> None:
+    record = tmp_path / "runs" / REVISIONS_FILE
+    record.parent.mkdir()
+    record.write_text(content)
+    with pytest.raises(ConfigError, match=rf"{REVISIONS_FILE}: not the record of a workspace's commits.*delete it"):
+        pinned(config(tmp_path, ""), lambda _repo: REVISION)
+    assert record.read_text() == content
+
+
 def test_without_a_network_the_downloaded_commit_serves_or_the_name_stays(tmp_path: Path) -> None:
     asked = config(tmp_path, "http://127.0.0.1:9")
     assert source_of(pinned(asked)).revision == "newest"
