@@ -25,7 +25,7 @@ from klear_core.pipeline.costs.throughput import (
     estimate_busy,
     estimate_split,
 )
-from klear_core.pipeline.downloads import download_lines, downloads_of
+from klear_core.pipeline.downloads import download_lines, downloads_of, pending_jobs
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.preflight.capacity import known_hardware, most_kept_layers, with_margin_gb
 from klear_core.pipeline.preflight.model_checks import placement_lines
@@ -77,7 +77,7 @@ def show_plan(
         console.print(f"[dim]scores:[/] {escape(line)}")
     for line in gate_lines(config):
         console.print(f"[dim]scores:[/] {escape(line)}")
-    for line in download_lines(downloads_of(config)):
+    for line in download_lines(downloads_of(pending_jobs(config, chosen, again))):
         console.print(f"[dim]to download:[/] {escape(line)}")
     for exposure in given_contamination(config):
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")

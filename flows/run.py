@@ -23,6 +23,7 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import ReportJob, RlJob
 from klear_core.errors import ArtifactError, ConfigError, KlearError, chain_of, is_interrupt, reporting
+from klear_core.pipeline.downloads import download_lines, downloads_of, pending_jobs
 from klear_core.pipeline.graph import fingerprints_of, open_store, set_moved_aside, stages_of, with_inputs
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.checks import require_ready
@@ -50,6 +51,8 @@ def made(config: PipelineConfig, selection: StageSelection) -> tuple[PipelineRes
     reused = None if again else reuse_all(config, chosen)
     if reused is not None:
         return reused, 0
+    for line in download_lines(downloads_of(pending_jobs(config, chosen, again))):
+        typer.echo(f"to download: {line}")
     with prefect_run(config.workspace, needs_ray=runs_rl(config, chosen, again)) as console:
         from flows.pipeline import run_pipeline
 

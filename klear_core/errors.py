@@ -6,7 +6,8 @@ KlearError
 ├── ArtifactError                  something stored is missing or altered
 ├── ResourceError                  disk, memory, GPU or Ray cannot give what was asked
 │   ├── DiskFullError              no space left; somebody must free some before another attempt
-│   └── GpuMemoryError             a learner rank's GPU is too small for these settings; the same ones would fail again
+│   ├── GpuMemoryError             a learner rank's GPU is too small for these settings; the same ones would fail again
+│   └── EngineMemoryError          the same of an engine; not if another process holds the memory, which may pass
 ├── SandboxError                   isolation is weaker than configured; nothing is run
 ├── JudgeError                     too many answers could not be judged; scores would be noise
 ├── RewardError                    a reward of the user's own fails too often
@@ -62,6 +63,12 @@ class DiskFullError(ResourceError):
 
 class GpuMemoryError(ResourceError):
     """A learner rank ran out of GPU memory; the message names the rank and the settings that need less."""
+
+    is_permanent = True
+
+
+class EngineMemoryError(ResourceError):
+    """An engine ran out of GPU memory that nothing else held; the message names the settings that need less."""
 
     is_permanent = True
 

@@ -54,7 +54,6 @@ class HfConfig(BaseModel):
     num_local_experts: int | None = None
     n_routed_experts: int | None = None
     moe_num_experts: int | None = None
-    """Experts of a mixture, by the names of Qwen, of Mixtral and gpt-oss, of DeepSeek, and of ERNIE."""
     mamba_d_conv: int | None = None
     """Width of the convolution in state-space layers, which stand beside or in place of attention."""
 
@@ -108,8 +107,29 @@ def read_hf_config(model: Path) -> HfConfig:
         return HfConfig.model_validate(raw)
     except ValidationError as e:
         of_type = f" (model_type {raw.get('model_type')!r})" if isinstance(raw, dict) else ""
+        if (experts := _experts_within(raw)) > 1:  # such as those of Llama 4 and Qwen3.5, whose keys are in another one
+            raise _mixture_refused(path, raw.get("model_type"), experts) from e
         wrong = "; ".join(_what_is_wrong(error) for error in e.errors())
         raise ConfigError(f"{path}: {wrong}{of_type}; Klear knows decoders with the keys of Qwen3 and Llama") from e
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Number of experts of a mixture, by the names of Qwen, of Mixtral and gpt-oss, of DeepSeek, and of ERNIE."""
+
+
+def _experts_within(raw: object) -> int:
+    """Return the number of experts that a config.json, or an object within it, states; 0 for none."""
+    if not isinstance(raw, dict):
+        return 0
+    own = [raw[name] for name in _EXPERTS if isinstance(raw.get(name), int)]
+    return max([*own, *map(_experts_within, raw.values())], default=0)
+
+
+def _mixture_refused(path: Path, model_type: object, experts: int) -> ConfigError:
+    return ConfigError(
+        f"{path}: {model_type} is a mixture of {experts} experts; Klear trains dense models only, because engines and "
+        "learner would choose other experts for the same token, and nothing replays the engine's choice"
+    )
 
 
 PLAIN_FAMILIES = ("llama", "qwen2", "qwen3")
@@ -227,13 +247,9 @@ def check_architecture(folder: Path) -> None:
             f"{path}: mamba_d_conv={config.mamba_d_conv}; "
             "state-space layers carry a state from one packed row to the next"
         )
-    named = (config.num_experts, config.num_local_experts, config.n_routed_experts, config.moe_num_experts)
-    experts = max(number or 0 for number in named)
+    experts = max(getattr(config, name) or 0 for name in _EXPERTS)
     if experts > 1:
-        raise ConfigError(
-            f"{path}: {config.model_type} is a mixture of {experts} experts; Klear trains dense models only, because "
-            "engines and learner would choose other experts for the same token, and nothing replays the engine's choice"
-        )
+        raise _mixture_refused(path, config.model_type, experts)
     odd = sorted(set(config.layer_types or ()) - {"full_attention", "sliding_attention"})
     if odd:
         raise ConfigError(f"{path}: layers with {', '.join(odd)}; Klear trains full and sliding attention only")

@@ -15,10 +15,10 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from klear_core.errors import reporting
 
@@ -216,15 +216,19 @@ class Trace:
     """
 
     def __init__(self, path: Path) -> None:
-        """Continue the file, if it is there: times are of the wall clock."""
+        """Continue the file, if it is there, without a line that a kill has cut short: times are of the wall clock."""
         self._lock = threading.Lock()
         self._offset = time.time() - time.monotonic()
         self._file: TextIO | None = None
         with reporting("no trace of this run is kept"):
             path.parent.mkdir(parents=True, exist_ok=True)
+            before = [json.dumps(event) for event in _events(path)]
+            if path.is_file():
+                beside = path.with_suffix(".tmp")
+                beside.write_text("[\n" + ",\n".join(before))
+                beside.replace(path)
+            self._separator = ",\n" if before else ""
             self._file = path.open("a")
-            # The format allows the list to be left open, and a comma after the last entry: a killed run has a whole
-            # trace.
             if self._file.tell() == 0:
                 self._file.write("[\n")
 
@@ -235,13 +239,15 @@ class Trace:
         line = json.dumps(event | {"dur": round((end - start) * us)})
         with self._lock, reporting("the trace of this run lacks a span", level=logging.DEBUG):
             if self._file is not None:
-                self._file.write(f"{line},\n")
+                self._file.write(self._separator + line)
                 self._file.flush()
+                self._separator = ",\n"
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the list and the file. A killed run leaves the list open, which the format allows."""
         with self._lock, reporting("the trace of this run lacks its end"):
             if self._file is not None:
+                self._file.write("\n]\n")
                 self._file.close()
 
 
@@ -264,16 +270,17 @@ def span(track: str, name: str, start: float, end: float) -> None:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Return the spans of a trace, in the order in which they ended; none if there is no file.
-
-    A line that a kill has cut short is left out.
-    """
+    """Return the spans of a trace, in the order in which they ended; none if there is no file."""
     spans = []
-    for line in path.read_text().splitlines()[1:] if path.is_file() else []:
-        try:
-            event = json.loads(line.rstrip(","))
-        except json.JSONDecodeError:
-            continue
+    for event in _events(path):
         start = event["ts"] / 1e6
         spans.append(Span(track=event["tid"], name=event["name"], start=start, end=start + event["dur"] / 1e6))
     return spans
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a trace, without a line that a kill has cut short."""
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        if line.startswith("{"):
+            with suppress(json.JSONDecodeError):
+                yield json.loads(line.rstrip(","))

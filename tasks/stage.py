@@ -22,7 +22,7 @@ from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest, St
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import Job
-from klear_core.errors import KlearError, is_interrupt, reporting
+from klear_core.errors import EngineMemoryError, KlearError, is_interrupt, reporting
 from klear_core.metrics import METRICS_FILE, MetricsFile, finite
 from klear_core.pipeline.graph import artifact_id, input_records, open_store, workspace_root
 from tasks import tracking
@@ -261,8 +261,15 @@ def _may_pass(error: object) -> bool:
     if isinstance(error, BaseException) and (is_interrupt(error) or says_disk_full(error)):
         return False
     if isinstance(error, KlearError):
-        return not error.is_permanent
+        # An error of too many lost engines may pass, unless it is the same settings that cost the last one.
+        return not (error.is_permanent or _is_permanent_cause(error.__cause__))
     return not isinstance(error, _OURS_OR_THE_USERS)
+
+
+def _is_permanent_cause(error: BaseException | None) -> bool:
+    if error is None:
+        return False
+    return isinstance(error, EngineMemoryError) or _is_permanent_cause(error.__cause__)
 
 
 def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str | None:  # noqa: ARG001  Prefect's signature

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -22,6 +23,22 @@ def test_a_trace_is_read_as_it_was_written_but_for_a_line_that_a_kill_cut_short(
         end.write('{"name": "sam')
     (span,) = read_trace(file)
     assert (span.track, span.name, round(span.end - span.start, 3), span.waited_for) == ("learner", "start", 2, "")
+
+
+def test_a_trace_that_was_closed_is_json_also_if_a_kill_had_cut_it_before(tmp_path: Path) -> None:
+    file = tmp_path / TRACE_FILE
+    for _attempt in range(2):
+        trace = Trace(file)
+        trace.add("learner", "start", 0, 2)
+        trace.add("driver", "collect", 2, 3)
+        trace.close()
+    assert [event["name"] for event in json.loads(file.read_text())] == ["start", "collect"] * 2
+    file.write_text(file.read_text().removesuffix("\n]\n") + ',\n{"name": "sam')
+    Trace(file).close()
+    assert len(json.loads(file.read_text())) == 4
+    file.write_text("")
+    Trace(file).close()
+    assert json.loads(file.read_text()) == []
 
 
 def test_a_span_says_whom_the_driver_waited_for() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
@@ -176,11 +176,18 @@ def download(model: HubModelConfig, progress: Progress) -> Path:
 
 def download_gb(model: PublishedModel) -> float | None:
     """Return the gigabytes that are still to be downloaded; None if the Hub does not say."""
-    if not isinstance(model, HubModelConfig) or is_here(model):
-        return 0.0
-    sizes = [file.size for file in _published(repo_of(model))]
-    known = [size for size in sizes if size is not None]
-    return sum(known) / 1e9 if len(known) == len(sizes) else None
+    return gigabytes_of(files_to_fetch(model)) if isinstance(model, HubModelConfig) else 0.0
+
+
+def files_to_fetch(model: HubModelConfig) -> dict[str, int | None]:
+    """Return the files that are still to be downloaded with their bytes; None if the Hub does not say."""
+    return {} if is_here(model) else {file.name: file.size for file in _published(repo_of(model))}
+
+
+def gigabytes_of(files: Mapping[str, int | None]) -> float | None:
+    """Return the gigabytes of these files; None if the size of one is not known."""
+    known = [size for size in files.values() if size is not None]
+    return sum(known) / 1e9 if len(known) == len(files) else None
 
 
 def fetch_small(repo: HubFiles) -> None:

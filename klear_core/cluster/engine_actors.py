@@ -6,15 +6,17 @@ import asyncio
 import itertools
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging.handlers import QueueHandler
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayTaskError
 
 from klear_core.cluster.nodes import bind_to_node_address
-from klear_core.cluster.rank_actors import Arrays, to_tensors
+from klear_core.cluster.rank_actors import LOGGER, Arrays, Outbox, Report, to_tensors
 from klear_core.cluster.ray_calls import LOST, RemoteCall, awaited, cause_of, within
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import (
@@ -104,18 +106,44 @@ class RequestServer:
         return Reply(request_id=request.request_id, completions=tuple(completions))
 
 
+@contextmanager
+def kept_logs() -> Iterator[list[Report]]:
+    """Keep what Klear logs in the block, for the driver: nobody sees what an actor prints."""
+    logger, outbox, records = logging.getLogger(LOGGER), Outbox(), list[Report]()
+    handler, before = QueueHandler(outbox), logger.level  # type: ignore[arg-type]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield records
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+        records += outbox.take()
+
+
+def relay_logs(records: Sequence[Report], name: str) -> None:
+    """Log in this process what an actor of this name has kept."""
+    for record in records:
+        assert isinstance(record, logging.LogRecord), record
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            record.msg = f"{name}: {record.getMessage()}"  # no arguments: the actor has filled them in
+            logger.handle(record)
+
+
 class EngineActor:
     """Run one sampling engine with fixed weights."""
 
-    async def start(self, spec: EngineSpec) -> int:
-        """Build the engine; return the number of requests that it has room for."""
+    async def start(self, spec: EngineSpec) -> tuple[int, list[Report]]:
+        """Build the engine; return the number of requests that it has room for, and what was logged."""
         spec = spec.on_this_node()
-        self._engine = await build_spec(spec)
+        with kept_logs() as logged:
+            self._engine = await build_spec(spec)
         self._server = RequestServer(self._engine)
         if spec.remote is not None and spec.is_sent:
             # The weights are loaded, and nobody else asks for this node's copy of the model.
             shutil.rmtree(spec.model_folder, ignore_errors=True)
-        return limit_of(self._engine, limit_here(spec), spec.answer_tokens)
+        return limit_of(self._engine, limit_here(spec), spec.answer_tokens), logged
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's load since the last call; see `MeasuredEngine`."""
@@ -133,20 +161,23 @@ class EngineActor:
 class RolloutActor:
     """Run one sampling engine of an RL run, whose weights follow the learner's."""
 
-    async def start(self, setup: RlSetup) -> None:
-        """Build the engine with the initial weights (version 0)."""
+    async def start(self, setup: RlSetup) -> list[Report]:
+        """Build the engine with the initial weights (version 0); return what was logged."""
         from klear_core.train.base_model import model_folder
 
-        bind_to_node_address()  # before a process of the engine is started: weights may come directly from the learner
-        setup = setup.on_this_node()
-        cfg, folder = setup.cfg, model_folder(setup.model)
-        threads = cfg.runtime.rollout_threads
-        self._engine: TrainableEngine = await build_trainable_engine(
-            cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
-        )
+        with kept_logs() as logged:
+            # before a process of the engine is started: weights may come directly from the learner
+            bind_to_node_address()
+            setup = setup.on_this_node()
+            cfg, folder = setup.cfg, model_folder(setup.model)
+            threads = cfg.runtime.rollout_threads
+            self._engine: TrainableEngine = await build_trainable_engine(
+                cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
+            )
         self._server = RequestServer(self._engine)
         self._received: dict[str, Tensor] = {}
         """New weights, as far as they have come."""
+        return logged
 
     async def receive_weights(self, arrays: Arrays) -> None:
         """Copy a part of new weights from the object store, for `load_received`."""
@@ -213,7 +244,7 @@ yet; one that is frozen, or whose node cannot be reached, never does."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadActor:
-    """An actor that died during a call, with the error raised."""
+    """An actor that died during a call, or whose engine did, with the error raised."""
 
     actor: Any
     error: BaseException
@@ -317,7 +348,7 @@ class RayEngine:
                 link.unsent = [r for r in link.unsent if r.request_id != request.request_id]
 
     async def call(self, calls: Mapping[str, RemoteCall], *, timeout_s: float) -> DeadActor | None:
-        """Make calls of the actor one after the other; return the actor and the error if it died, else None.
+        """Make calls of the actor one after the other; return actor and error if it or its engine died, else None.
 
         Keys say what each is to do, for messages; `timeout_s` is that of one call. If the actor was replaced while this
         waited for the lock, the new one is not called: it starts awake, with the current weights.
@@ -328,7 +359,7 @@ class RayEngine:
                 if self.actor is actor:
                     for what, call in calls.items():
                         await within(call(actor), timeout_s, self.name, what)
-        except LOST as error:
+        except (*LOST, ResourceError) as error:  # the latter: the actor lives, and the process of its engine does not
             return DeadActor(actor=actor, error=error)
         return None
 

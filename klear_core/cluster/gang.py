@@ -42,6 +42,7 @@ _GPU_STALL_S = 600.0
 """Longest silence of learner ranks on GPUs, whatever `stall_timeout_s` says: a micro-batch takes seconds there."""
 _STACKS_S = 15.0  # wait for the stacks of ranks that have stalled
 _REPORTS = "reports"
+_NO_GPU_MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 log = logging.getLogger(__name__)
 
@@ -258,9 +259,8 @@ class Gang:
 
     async def _cause(self, failed: dict[int, BaseException], tasks: Sequence[asyncio.Future[Any]]) -> BaseException:
         """Return what to raise for these failed calls, by rank: the death of ranks, or the first error of one."""
-        for index, error in failed.items():
-            if _is_out_of_gpu_memory(cause_of(error)):  # before the others, which then wait for this rank and fail, too
-                return _named_gpu_memory(self._name(index), cause_of(error), self._runtime)
+        if out_of_memory := self._out_of_memory(failed):  # before the others, which wait for this rank and fail, too
+            return out_of_memory
         lost = {i: error for i, error in failed.items() if isinstance(error, LOST)}
         errors = [cause_of(error) for error in failed.values() if not isinstance(error, LOST)]
         # An error of ours, or of a type that torch does not raise for a lost peer, is the rank's own.
@@ -269,8 +269,8 @@ class Gang:
             return own[0]
         # torch raises a RuntimeError for a lost peer: ask whether all ranks are still there.
         lost |= await self._dead_ranks()
-        if not lost:
-            return errors[0]
+        if not lost:  # the rank that was waited for may have failed meanwhile
+            return self._out_of_memory(_failures(tasks)) or errors[0]
         await asyncio.wait(tasks, timeout=_OTHERS_S)
         lost |= {i: error for i, error in _failures(tasks).items() if isinstance(error, LOST)}
         named = [f"{self._name(i)} died: {_reason(error)}" for i, error in sorted(lost.items())]
@@ -280,6 +280,13 @@ class Gang:
         found = RanksLost("; ".join(named), await lost_nodes({places[i].node.node_id for i in lost if i < len(places)}))
         found.__cause__ = cause
         return found
+
+    def _out_of_memory(self, failed: dict[int, BaseException]) -> GpuMemoryError | None:
+        """Return the error of the first of these ranks whose GPU was too small, if there is one."""
+        for index, error in failed.items():
+            if _is_out_of_gpu_memory(cause_of(error)):
+                return _named_gpu_memory(self._name(index), cause_of(error), self._runtime)
+        return None
 
     async def _dead_ranks(self) -> dict[int, BaseException]:
         """Wait until every rank has answered or is known to be dead; return the errors of the dead."""
@@ -309,14 +316,15 @@ def _failures(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
 
 
 def _is_out_of_gpu_memory(error: BaseException) -> bool:
-    """Return whether torch could not allocate on a GPU; by name, because the driver of a cluster needs no torch."""
-    return any(
-        kind.__module__.startswith("torch") and kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
-    )
+    """Return whether nothing could be allocated on a GPU: by torch, the driver, NCCL, cuBLAS or cuDNN.
+
+    By words, because only torch's own allocator has a type for it. On a CPU torch says "can't allocate memory".
+    """
+    return isinstance(error, RuntimeError) and _NO_GPU_MEMORY.search(str(error)) is not None
 
 
 def _named_gpu_memory(rank: str, error: BaseException, runtime: TrainRuntime) -> GpuMemoryError:
-    first = str(error).strip().partition(". ")[0]
+    first = re.split(r"\. |\n", str(error).strip())[0]
     found = GpuMemoryError(
         f"{rank} ran out of GPU memory ({first}) with tokens_per_microbatch = {runtime.tokens_per_microbatch}, "
         f"context_parallel = {runtime.context_parallel} and num_workers = {runtime.num_workers}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
+_ADDRESS = re.compile(r"(ray://)?(?P<host>\[[\da-fA-F:.%\w]+\]|[^\s:/\[\]@]+):(?P<port>\d+)")
 _JOIN_TIMEOUT_S = 10.0
 _LOOK_S = 2.0  # between two looks at the cluster while nodes are missing
 
@@ -70,13 +72,18 @@ def _nodes_at(address: str) -> tuple[Node, ...]:
 
 
 def require_listener(address: str) -> None:
-    """Raise ResourceError if nothing listens at host:port; Ray itself would retry for five minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    """Raise ResourceError if the address is none or nothing listens there; Ray itself would retry for five minutes."""
+    if address == "auto":  # the cluster that a raylet of this machine belongs to
         return
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        raise ResourceError(
+            f"RAY_ADDRESS = {address!r} is no HOST:PORT: it takes what `ray start --head` prints, such as 10.0.0.1:6379"
+        )
+    host, port = found["host"].strip("[]"), found["port"]
     try:
         socket.create_connection((host, int(port)), timeout=_JOIN_TIMEOUT_S).close()
-    except OSError as e:
+    except (OSError, OverflowError) as e:  # the latter of a port above 65,535
         raise ResourceError(
             f"RAY_ADDRESS: {host}:{port} does not answer ({e}); start that cluster, or unset RAY_ADDRESS to run Ray "
             "on this machine"

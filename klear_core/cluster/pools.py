@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from klear_core.artifacts.remote_paths import RemotePaths, remote_paths_of
 from klear_core.artifacts.store import BUILDING
-from klear_core.cluster.engine_actors import EngineActor, RayEngine
+from klear_core.cluster.engine_actors import EngineActor, RayEngine, relay_logs
 from klear_core.cluster.nodes import EnginePlan, check_engines_have_gpus, plan_engines, ray_nodes, when_there
 from klear_core.cluster.placement import Node
 from klear_core.cluster.ray_calls import awaited, within
@@ -144,7 +144,8 @@ def _engine(index: int, spec: EngineSpec, plan: EnginePlan, limit: int, queue: G
 
     async def load(actor: Any) -> None:
         try:
-            engine.limit = await within(actor.start.remote(spec), _START_S, f"engine {index}", "start")
+            engine.limit, logged = await within(actor.start.remote(spec), _START_S, engine.name, "start")
+            relay_logs(logged, engine.name)
         except TrainingError as error:  # a timeout
             raise ResourceError(str(error)) from error
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from klear_core.artifacts.remote_paths import fetch_results
-from klear_core.cluster.engine_actors import RayEngine, RolloutActor
+from klear_core.cluster.engine_actors import RayEngine, RolloutActor, relay_logs
 from klear_core.cluster.gang import Gang, RanksLost
 from klear_core.cluster.nodes import when_there
 from klear_core.cluster.placement import check_cpu_is_meant, is_direct, place_rl, plan_gpus
@@ -467,7 +467,8 @@ class RayRolloutEngines:
 
     async def _load_actor(self, index: int, actor: Any) -> None:
         name, stall_timeout_s = rollout_name(index), self._setup.cfg.runtime.stall_timeout_s
-        await within(actor.start.remote(self._setup), max(START_S, stall_timeout_s), name, "start its engine")
+        start_s = max(START_S, stall_timeout_s)
+        relay_logs(await within(actor.start.remote(self._setup), start_s, name, "start its engine"), name)
         for what, call in self._loading().items():
             await within(call(actor), stall_timeout_s, name, what)
         if not self._fetches_weights:

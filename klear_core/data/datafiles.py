@@ -174,15 +174,13 @@ def repo_of(source: HubSource) -> HubFiles:
     return HubFiles(type="dataset", repo=source.repo, revision=source.revision, runtime=source.runtime)
 
 
-def download_gb(source: HubSource) -> float | None:
-    """Return the gigabytes that are still to be downloaded; None if the Hub does not say."""
+def files_to_fetch(source: HubSource) -> dict[str, int | None]:
+    """Return the files that are still to be downloaded with their bytes; None if the Hub does not say."""
     if is_cached(source):
-        return 0.0
+        return {}
     published = published_files(repo_of(source))
     names = set(chosen_names([file.name for file in published], source))
-    sizes = [file.size for file in published if file.name in names]
-    known = [size for size in sizes if size is not None]
-    return sum(known) / 1e9 if len(known) == len(sizes) else None
+    return {file.name: file.size for file in published if file.name in names}
 
 
 def _published_names(source: HubSource) -> list[str]:

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig
-from klear_core.errors import ConfigError, ResourceError
+from klear_core.errors import ConfigError, KlearError, ResourceError
 from klear_core.generate.engine import (
     SILENCE_S,
     EngineStats,
@@ -107,7 +107,7 @@ class VllmEngine:
                 except ValueError as error:  # from this process: its own checks of settings and model
                     raise ConfigError(f"vLLM refuses {model_folder} with these settings: {error}") from error
                 except RuntimeError as error:  # without the cause, which only the processes' log has
-                    raise ResourceError(f"vLLM did not start with {model_folder} ({error}){output.ending()}") from error
+                    raise output.error(f"vLLM did not start with {model_folder} ({error})") from error
             # from here on the engine owns the folder; after an error above it is deleted
             shapes = wanted_shapes(model_folder)
             engine = cls(
@@ -166,35 +166,24 @@ class VllmEngine:
                 return [await self._open.run(self._scored(list(prompt_ids), params))]
             return await self._open.run(self._samples(list(prompt_ids), params, on_tokens))
         except ResourceError as error:
-            raise ResourceError(f"{error}{self._output.ending()}") from error
+            raise self._output.error(str(error)) from error
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
         """Overwrite the weights in place, without a restart. ConfigError, with nothing changed, if one does not fit.
 
-        Names and shapes are compared. Running requests are frozen meanwhile and continue with the new weights, on a
-        recomputed KV cache. Without this reset vLLM would answer known prompts from the old weights' cache, silently
-        and off by nats.
+        Raise ResourceError if the engine process dies or fails. Names and shapes are compared. Running requests are
+        frozen meanwhile and continue with the new weights, on a recomputed KV cache. Without this reset vLLM would
+        answer known prompts from the old weights' cache, silently and off by nats.
         """
         # vLLM keeps old tensors for missing ones, with only a warning
         check_shapes(tensor_shapes(weights), self._shapes)
         # mode="keep" freezes running requests instead of ending them. No `finally` resumes: after an error old and new
         # weights may be mixed, and the engine must not serve
         if isinstance(weights, WeightOffer):
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-            await self._llm.collective_rpc("fetch_weights", kwargs={"offer": dump_offer(weights)})
+            await self._replace_weights("fetch_weights", version, offer=dump_offer(weights))
         else:
             async with self._folder_of(weights) as folder:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
-                await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        await self._llm.collective_rpc("refresh_tied_head")
-        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise ResourceError(
-                f"vLLM kept its prefix cache while loading version {version}: answers would mix two policies"
-            )
-        # labels all further tokens; before requests resume, so that none has the old label
-        await self._llm.update_weight_version(str(version))
-        self.version = version
-        await self._llm.resume_generation()
+                await self._replace_weights("reload_weights", version, weights_path=str(folder))
 
     async def digest_offered(self, offer: WeightOffer) -> list[str]:
         """Fetch offered tensors without loading them; return a digest of what each process received."""
@@ -207,12 +196,14 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """Release the GPU memory: weights move to host memory, and the KV cache is dropped."""
-        await self._llm.sleep(level=1)
+        with self._failures("sleep"):
+            await self._llm.sleep(level=1)
 
     async def wake(self) -> None:
         """Take the memory back, if it was released; the weights are those from before `sleep`."""
-        if await self._llm.is_sleeping():
-            await self._llm.wake_up()
+        with self._failures("wake up"):
+            if await self._llm.is_sleeping():
+                await self._llm.wake_up()
 
     async def close(self) -> None:
         """End the engine process; open requests fail."""
@@ -221,6 +212,31 @@ class VllmEngine:
             self._llm.output_handler.cancel()  # or it reports the end of the process as a crash
         self._held.close()  # first, in case shutdown is cut short; open sockets stay connected
         await asyncio.to_thread(self._llm.shutdown)
+
+    async def _replace_weights(self, method: str, version: int, **arguments: str) -> None:
+        """Have each process of the engine call this method of `WorkerExtension` or vLLM, while requests are frozen."""
+        with self._failures(f"load the weights of version {version}"):
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self._llm.collective_rpc(method, kwargs=arguments)
+            await self._llm.collective_rpc("refresh_tied_head")
+            if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise ResourceError(
+                    f"vLLM kept its prefix cache while loading version {version}: answers would mix two policies"
+                )
+            # labels all further tokens; before requests resume, so that none has the old label
+            await self._llm.update_weight_version(str(version))
+            self.version = version
+            await self._llm.resume_generation()
+
+    @contextlib.contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        """Raise what goes wrong in the block as ResourceError with the engine's last lines: it must not serve then."""
+        try:
+            yield
+        except KlearError:
+            raise
+        except Exception as error:
+            raise self._output.error(f"the vLLM engine could not {what} ({error!r})") from error
 
     async def _ping(self) -> None:
         """Return once the engine process answers, or is known to be dead: then vLLM fails the requests itself."""

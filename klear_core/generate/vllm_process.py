@@ -16,6 +16,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+from klear_core.errors import EngineMemoryError, ResourceError
 from klear_core.generate.engine import EngineStats
 
 QUIET = "ERROR"
@@ -25,10 +26,12 @@ _LAST_BYTES = 64 << 10
 _CAUSE, _NUM_CAUSES = re.compile(r"\b\w*(?:Error|Exception): .+"), 5
 _NOISE = re.compile(r" (INFO|DEBUG) \d\d-\d\d |Completed \||^\s*$")
 """Lines of the log that no error is in."""
+_TOO_SMALL = r"out of memory|No available memory for the cache blocks|larger than the available KV cache memory"
+_TAKEN = r"Free memory on device"
+"""vLLM's words at its start if other processes hold some of the share that it may have; they may end."""
 _REMEDIES = (
     (
-        r"out of memory|No available memory for the cache blocks|larger than the available KV cache memory|"
-        r"Free memory on device",
+        rf"{_TOO_SMALL}|{_TAKEN}",
         "another process holds memory of this GPU (`klear doctor --gpu` names it), or the engine needs less: lower "
         "engine.max_model_len or raise engine.runtime.tensor_parallel; with a learner on the GPU, lower "
         "engine.runtime.gpu_memory_utilization",
@@ -69,6 +72,17 @@ class ProcessLog:
             yield
         finally:
             multiprocessing.set_executable(os.fsdecode(before))
+
+    def error(self, what: str) -> ResourceError:
+        """Return the error of an engine that failed, with its last lines; `what` says in what.
+
+        It is an EngineMemoryError if the GPU has too little memory for the settings, whoever else uses it.
+        """
+        ending = self.ending()
+        # vLLM's advice has these words, too
+        is_too_small = re.search(rf"(?:error|exception|failure)\b.*(?:{_TOO_SMALL})", ending, re.IGNORECASE)
+        is_permanent = is_too_small is not None and re.search(_TAKEN, ending) is None
+        return (EngineMemoryError if is_permanent else ResourceError)(f"{what}{ending}")
 
     def ending(self) -> str:
         """Return the first errors and the last lines, below what to do about them; empty if nothing was printed."""

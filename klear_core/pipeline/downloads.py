@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, StringConstraints, TypeAdapter, ValidationError
 
 from klear_core.artifacts import model_files
 from klear_core.artifacts.hub import HubFiles, commit_of, licence_of
 from klear_core.config.data import NEWEST, HubSource
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings
+from klear_core.config.stage import Job
 from klear_core.config.train import GivenRepo, HubModelConfig
 from klear_core.data import datafiles
 from klear_core.errors import ConfigError
+from klear_core.pipeline.plan import PendingWork
 
 log = logging.getLogger(__name__)
 
 REVISIONS_FILE = "hub_revisions.json"
 """File of a workspace with the commits that `newest` named when it was first used, by kind and repository."""
+_COMMITS = TypeAdapter(dict[str, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]])
 _MB_PER_S = 100.0
 """Speed of the network that a download's time is told for."""
 
@@ -51,7 +54,7 @@ def pinned(config: PipelineConfig, resolve: Resolve = _newest) -> PipelineConfig
     if not named:
         return config
     path = Path(config.workspace.root) / REVISIONS_FILE
-    recorded: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
+    recorded = _recorded(path)
     known = dict(recorded)
     for repo in named:
         if _key(repo) not in known:
@@ -66,6 +69,17 @@ def pinned(config: PipelineConfig, resolve: Resolve = _newest) -> PipelineConfig
         beside.replace(path)
     commits = {repo.repo: known[_key(repo)] for repo in named if _key(repo) in known}
     return PipelineConfig.model_validate(_with_commits(config.model_dump(), commits))
+
+
+def _recorded(path: Path) -> dict[str, str]:
+    """Return the commits that a workspace has recorded, by repository."""
+    try:
+        return _COMMITS.validate_json(path.read_bytes()) if path.is_file() else {}
+    except ValidationError as e:
+        raise ConfigError(
+            f"{path}: not the record of a workspace's commits ({e.errors()[0]['msg']}); restore or delete it: a run "
+            "then takes today's commits, and makes again what was made from others"
+        ) from e
 
 
 def _key(repo: HubFiles) -> str:
@@ -123,26 +137,36 @@ class Download:
     """Licence as its card states it; empty if it states none."""
 
 
-def downloads_of(config: PipelineConfig) -> list[Download]:
-    """Return what a run of all stages would fetch, as far as the Hub can be asked."""
-    found: dict[str, Download] = {}
-    for settings, repo in _named(config):
+def pending_jobs(config: PipelineConfig, chosen: Collection[str] | None, again: Collection[str] = ()) -> list[Job]:
+    """Return the jobs of the chosen stages (None: all) that would run."""
+    return [stage.job for stage in PendingWork.of(config, chosen, again).stages]
+
+
+def downloads_of(settings: Iterable[Settings]) -> list[Download]:
+    """Return what a run with these settings, or stages with these jobs, would fetch, as far as the Hub can be asked."""
+    repos: dict[tuple[str, str], tuple[HubFiles, str]] = {}
+    files: dict[tuple[str, str], dict[str, int | None]] = {}
+    for named, repo in _named(list(settings)):
+        key = _key(repo), repo.revision
         try:
-            gigabytes = _gigabytes_of(settings)
-            if gigabytes == 0:
-                continue
-            found[_key(repo)] = Download(repo=repo, gigabytes=gigabytes, licence=licence_of(repo))
+            # Two benchmarks, such as two windows of LiveCodeBench, may be files of one repository.
+            files.setdefault(key, {}).update(_files_to_fetch(named))
+            if files[key] and key not in repos:
+                repos[key] = repo, licence_of(repo)
         except ConfigError:
             continue  # the checks before a run say why it cannot be fetched
-    return list(found.values())
+    return [
+        Download(repo=repo, gigabytes=model_files.gigabytes_of(files[key]), licence=licence)
+        for key, (repo, licence) in repos.items()
+    ]
 
 
-def _gigabytes_of(settings: HubSource | HubModelConfig) -> float | None:
+def _files_to_fetch(settings: HubSource | HubModelConfig) -> dict[str, int | None]:
     match settings:
         case HubSource():
-            return datafiles.download_gb(settings)
+            return datafiles.files_to_fetch(settings)
         case HubModelConfig():
-            return model_files.download_gb(settings)
+            return model_files.files_to_fetch(settings)
 
 
 def download_lines(downloads: list[Download]) -> Iterator[str]:

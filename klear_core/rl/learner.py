@@ -66,7 +66,16 @@ from klear_core.train.model import (
     without_adapters,
 )
 from klear_core.train.packing import MicroBatch
-from klear_core.train.step import PROFILES, RankPaces, StepResult, Updater, profiled, save_bad_batch, time_when_done
+from klear_core.train.step import (
+    PROFILES,
+    RankPaces,
+    StepResult,
+    Updater,
+    check_profiled,
+    profiled,
+    save_bad_batch,
+    time_when_done,
+)
 from klear_core.types import TrainSample
 
 _OPTIMIZER = "optimizer"
@@ -98,6 +107,7 @@ class Learner:
             hf_config, world, cfg.dtype, context_parallel=runtime.context_parallel, kernel=runtime.attention
         )
         """Notes for the stage's manifest."""
+        check_profiled(runtime.profile_steps, cfg.num_steps)
         self._num_skipped = 0
         self._entropy_bonus = EntropyBonus(coef=cfg.entropy_coef, weight=cfg.entropy_coef)
         self._policy = self._load()

@@ -54,7 +54,7 @@ from klear_core.train.model import (
     save_adapter,
 )
 from klear_core.train.packing import MicroBatch, PackedBatch
-from klear_core.train.step import PROFILES, RankPaces, StepResult, Updater, profiled, save_bad_batch
+from klear_core.train.step import PROFILES, RankPaces, StepResult, Updater, check_profiled, profiled, save_bad_batch
 from klear_core.types import SftExample, TeacherTrace, TokenRow
 
 
@@ -143,6 +143,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     cfg, store = job.cfg, TokenStore(job.store)
     plan = plan_training(cfg, store, seed=job.seed)
     num_steps = plan.num_steps
+    check_profiled(cfg.runtime.profile_steps, num_steps)
     validation = [store[r] for r in plan.split.validation]
 
     # Prove before the model is loaded, because another process on the same GPU needs memory for it.

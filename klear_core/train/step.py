@@ -166,6 +166,12 @@ def profiled(steps: tuple[int, int] | None, step: int, folder: Path, *, rank: in
         found.export_chrome_trace(str(folder / f"step-{step:08d}-rank-{rank}.json"))
 
 
+def check_profiled(steps: tuple[int, int] | None, num_steps: int) -> None:
+    """Warn if a training of so many steps reaches none of those that it is to record."""
+    if steps is not None and steps[0] > num_steps:
+        log.warning("profile_steps = %s: this training has %d steps, so none is recorded", list(steps), num_steps)
+
+
 def save_bad_batch(
     folder: Path, rows: Sequence[DataclassInstance], *, step: int, num_skipped: int, max_skipped: int, rank: int = 0
 ) -> None:

@@ -1,6 +1,7 @@
 """The driver of a test on several machines: SFT and RL on two of them, first undisturbed, then with power cuts.
 
-Run as a program on the head's machine: `machine_driver.py ROOT STORE`. Prints `TRAINING step N` for the test to act on.
+Run as a program on the head's machine: `machine_driver.py ROOT STORE UP`. Prints `TRAINING step N` for the test to act
+on. The file UP says that Ray's head is there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -52,7 +54,7 @@ def digest(artifact: Path) -> str:
     return hashlib.sha256((artifact / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def main(root: Path, url: str) -> None:
+def main(root: Path, url: str, up: Path) -> None:
     store = ObjectStore(root, url)
     model, traces = inputs(root.parent / "in")
     tiny = root.parent / "tiny"
@@ -84,6 +86,8 @@ def main(root: Path, url: str) -> None:
         setup = RlSetup(cfg=cfg, model=tiny, seed=0, workdir=slot.workdir, remote=remote_paths_of(slot.workdir))
         asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, Announcer(name), RayWorkers()))
 
+    while not up.exists():
+        time.sleep(0.1)
     with ray_session(NEEDS):
         for kind, train in (("sft", sft), ("rl", rl)):
             for name in ("calm", "cut"):
@@ -94,4 +98,4 @@ def main(root: Path, url: str) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     os.chdir(sys.argv[1])
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

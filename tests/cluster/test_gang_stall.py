@@ -111,18 +111,56 @@ def test_ranks_on_gpus_may_be_silent_for_ten_minutes_at_most(gpus: int, configur
     assert gang.stall_s == limit
 
 
-def test_a_rank_without_gpu_memory_ends_the_stage_with_its_settings_and_is_not_waited_for() -> None:
-    """The other rank waits in a collective call; torch raises a RuntimeError for lost peers too."""
+async def fail(error: Exception, after_s: float = 0.0) -> None:
+    await asyncio.sleep(after_s)
+    raise error
 
-    async def out_of_memory() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 79 GiB")
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 79 GiB")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OUT_OF_MEMORY,
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        torch.distributed.DistBackendError("NCCL error ... Last error:\nCuda failure 2 'out of memory'"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["torch", "driver", "nccl", "cublas"],
+)
+def test_a_rank_without_gpu_memory_ends_the_stage_with_its_settings_and_is_not_waited_for(error: Exception) -> None:
+    """The other rank waits in a collective call; torch raises a RuntimeError for lost peers too."""
 
     async def drive() -> None:
         gang = gang_of(FakeRank(stops), FakeRank(stops))
-        await gang.wait([asyncio.sleep(3600), out_of_memory()], "train", stall_timeout_s=600)
+        await gang.wait([asyncio.sleep(3600), fail(error)], "train", stall_timeout_s=600)
 
     with pytest.raises(
         GpuMemoryError, match=r"learner rank 1 ran out of GPU memory .*tokens_per_microbatch = 16384"
     ) as e:
         run_virtually(drive())
     assert e.value.is_permanent  # so that the stage is not repeated as it was
+
+
+def test_a_rank_that_says_later_that_it_has_no_memory_is_the_cause_of_a_peers_error() -> None:
+    class Slow(FakeRank):
+        """Is there, and takes 2 s to say so."""
+
+        async def remote(self) -> Reports:
+            await asyncio.sleep(2)
+            return await super().remote()
+
+    async def drive() -> None:
+        calls = [fail(RuntimeError("Connection closed by peer"), 0.1), fail(OUT_OF_MEMORY, 1.5)]
+        await gang_of(Slow(stops), Slow(stops)).wait(calls, "train", stall_timeout_s=600)
+
+    with pytest.raises(GpuMemoryError, match="learner rank 1 ran out of GPU memory"):
+        run_virtually(drive())
+
+
+def test_a_rank_whose_host_has_no_memory_is_told_as_it_is() -> None:
+    error = RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        run_virtually(gang_of(FakeRank(stops)).wait([fail(error)], "train", stall_timeout_s=600))

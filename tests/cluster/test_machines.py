@@ -28,6 +28,7 @@ QUICK_DEATH = {
     "health_check_failure_threshold": 5,
 }
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-gpus=0", "--disable-usage-stats"]
+RAY += ["--include-log-monitor=false"]  # a process of each node that nobody reads
 STORE = f"--object-store-memory={80 << 20}"
 
 
@@ -48,7 +49,15 @@ class Cluster:
 
     def start_driver(self) -> None:
         root = self.made.disks / "1" / "root"
-        head = [*RAY, "--head", "--num-cpus=0", "--port=6379", f"--node-ip-address={self.made.address(1)}", STORE]
+        head = [
+            *RAY,
+            "--head",
+            "--no-monitor",
+            "--num-cpus=0",
+            "--port=6379",
+            f"--node-ip-address={self.made.address(1)}",
+            STORE,
+        ]
         head += ["--include-dashboard=false", f"--system-config='{json.dumps(QUICK_DEATH)}'"]
         driver = [
             sys.executable,
@@ -56,7 +65,9 @@ class Cluster:
             str(root),
             "s3://klear/m",
         ]
-        command = f"until {' '.join(head)}; do sleep 1; done; exec {' '.join(driver)}"
+        # The driver imports and uploads while the head starts, and waits for it then.
+        up = root.parent / "up"
+        command = f"(until {' '.join(head)}; do sleep 1; done; touch {up}) & exec {' '.join(driver)} {up}"
         env = self.env | {"RAY_ADDRESS": self.head, NODE_ROOT: str(root)}
         self.made.start(1, ["/bin/bash", "-c", command], env, "driver.log")
 

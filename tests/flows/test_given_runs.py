@@ -44,7 +44,8 @@ def test_sft_on_given_traces_then_rl_from_its_model_in_another_workspace_then_an
     with hub("some/traces", {"train.jsonl": traces(), "README.md": b"---\nlicense: mit\n---\n"}) as (endpoint, _):
         given = f"given.distill={{repo='some/traces', revision='{REVISION}'}}"
         at = (f"given.distill.runtime.endpoint={endpoint}", f"given.distill.runtime.cache_dir={tmp_path / 'cache'}")
-        run(fresh, given, *at, log=log, until="sft")
+        told = run(fresh, given, *at, log=log, until="sft")
+    assert f"to download: some/traces at {REVISION[:12]}: " in told
     by_stage = made(fresh)
     assert by_stage["distill"].given is not None
     assert (by_stage["distill"].given.origin, by_stage["distill"].given.licence) == ("some/traces@0123456", "mit")

@@ -177,7 +177,9 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes(running: Ru
 
 
 @needs_vllm
-def test_requests_of_an_engine_process_that_hangs_fail_and_nothing_of_it_stays(tmp_path: Path) -> None:
+def test_requests_of_a_process_that_hangs_fail_as_weights_for_a_dead_one_do_and_nothing_of_it_stays(
+    tmp_path: Path,
+) -> None:
     folder = write_folder(tmp_path / "model", model_of(0, is_tied=True))
     before = psutil.Process().children(recursive=True)  # of the engine that other tests use
 
@@ -191,6 +193,11 @@ def test_requests_of_an_engine_process_that_hangs_fail_and_nothing_of_it_stays(t
             process.suspend()
         with pytest.raises(ResourceError, match=r"^the vLLM engine gave no sign of life for 20 s"):
             await engine.generate(SHORT, params())
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes, timeout=60)
+        with pytest.raises(ResourceError, match=r"(?s)could not load the weights of version 1 .*its log ends with\n"):
+            await engine.load_weights(folder, version=1)
         await engine.close()
         return processes
 

@@ -54,6 +54,32 @@ def test_a_cause_that_is_known_comes_with_its_remedy(tmp_path: Path, words: str,
     assert words in last
 
 
+@pytest.mark.parametrize(
+    ("words", "may_pass"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", False),
+        (
+            "(EngineCore pid=7) ERROR 11-24 17:05:25 [core.py:9] ValueError: No available memory for the cache blocks.",
+            False,
+        ),
+        ("ValueError: 4 GiB is needed, which is larger than the available KV cache memory (2 GiB)", False),
+        ("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62", False),
+        ("node-1:7:9 [0] NCCL WARN Cuda failure 2 'out of memory'", False),
+        ("ValueError: Free memory on device (9/80 GiB) on startup is less than desired GPU memory utilization", True),
+        ("WARNING 11-24 17:05:25 [arg_utils.py:9] lower max_num_seqs if you run out of memory\nEOFError: gone", True),
+        ("RuntimeError: The NVIDIA driver on your system is too old (found version 12040).", True),
+    ],
+)
+def test_an_engine_too_large_for_its_gpu_is_not_started_again_as_it_was(tmp_path: Path, words: str, may_pass: bool):
+    """Unless other processes hold the memory: they may end."""
+    log = ProcessLog(tmp_path)
+    log.path.write_text(words)
+    error = log.error("vLLM did not start")
+    assert error.is_permanent is not may_pass
+    assert str(error).startswith("vLLM did not start; ")
+    assert words.splitlines()[-1] in str(error)
+
+
 def test_of_a_long_log_the_last_lines_are_told(tmp_path: Path):
     log = ProcessLog(tmp_path)
     assert log.ending() == ""

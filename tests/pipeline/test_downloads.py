@@ -54,6 +54,18 @@ def test_a_later_commit_changes_nothing_in_this_workspace(tmp_path: Path) -> Non
     assert source_of(pinned(config(other, ""), lambda _repo: "b" * 40)).revision == "b" * 40
 
 
+@pytest.mark.parametrize(
+    "content", ["", '{"dataset:owner/sums": ', '["x"]', '{"dataset:owner/sums": 3}', '{"dataset:owner/sums": "main"}']
+)
+def test_a_record_of_commits_that_is_none_is_named_and_not_replaced(tmp_path: Path, content: str) -> None:
+    record = tmp_path / "runs" / REVISIONS_FILE
+    record.parent.mkdir()
+    record.write_text(content)
+    with pytest.raises(ConfigError, match=rf"{REVISIONS_FILE}: not the record of a workspace's commits.*delete it"):
+        pinned(config(tmp_path, ""), lambda _repo: REVISION)
+    assert record.read_text() == content
+
+
 def test_without_a_network_the_downloaded_commit_serves_or_the_name_stays(tmp_path: Path) -> None:
     asked = config(tmp_path, "http://127.0.0.1:9")
     assert source_of(pinned(asked)).revision == "newest"
@@ -67,7 +79,7 @@ def test_without_a_network_the_downloaded_commit_serves_or_the_name_stays(tmp_pa
 def test_what_is_to_be_fetched_is_said_with_licence_size_and_time_and_then_is_there(tmp_path: Path) -> None:
     with hub("owner/sums", FILES, licence="apache-2.0") as (endpoint, _):
         found = pinned(config(tmp_path, endpoint))
-        (download,) = downloads_of(found)
+        (download,) = downloads_of([found])
         assert (download.repo.repo, download.licence) == ("owner/sums", "apache-2.0")
         assert download.gigabytes == len(ROWS) / 1e9  # the data files alone
         line, total = download_lines([download])
@@ -75,7 +87,18 @@ def test_what_is_to_be_fetched_is_said_with_licence_size_and_time_and_then_is_th
         assert total.endswith("GB in all, about 1 min at 100 MB/s")
         (file,) = data_files(source_of(found))
         assert file.path.read_bytes() == ROWS
-        assert downloads_of(found) == []
+        assert downloads_of([found]) == []
+
+
+def test_files_of_one_repository_that_two_sources_name_are_counted_once_each(tmp_path: Path) -> None:
+    files = {name: ROWS * 2**i for i, name in enumerate(("one.jsonl", "two.jsonl", "three.jsonl"))}
+    with hub("owner/sums", files) as (endpoint, _):
+        runtime = {"endpoint": endpoint, "cache_dir": str(tmp_path / "cache")}
+        source = {"kind": "hub", "repo": "owner/sums", "revision": REVISION, "runtime": runtime}
+        named = [source | {"name": "first", "files": "t*.jsonl"}, source | {"name": "second", "files": "*.jsonl"}]
+        asked = PipelineConfig.model_validate({"curate": {"sources": named}, "workspace": {"root": str(tmp_path)}})
+        (download,) = downloads_of([asked])
+    assert download.gigabytes == 7 * len(ROWS) / 1e9
 
 
 def test_a_branch_is_still_refused(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import pickle
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,10 +17,10 @@ from rl_builders import Recorder
 from safetensors.torch import load_file
 from virtual_clock import run_virtually
 
-from klear_core.cluster.engine_actors import Reply, Request, RolloutActor
-from klear_core.cluster.rank_actors import Arrays, Reports, to_arrays
+from klear_core.cluster.engine_actors import Reply, Request, RolloutActor, kept_logs
+from klear_core.cluster.rank_actors import Arrays, Report, Reports, to_arrays
 from klear_core.config.rl import RlCheckpointConfig
-from klear_core.errors import ConfigError, TrainingError
+from klear_core.errors import ConfigError, ResourceError, TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
 from klear_core.generate.pool import EngineLost
 from klear_core.metrics import Heartbeat
@@ -29,7 +31,7 @@ from klear_core.types import Completion
 ray = pytest.importorskip("ray")
 from ray.exceptions import OutOfMemoryError  # noqa: E402
 
-from klear_core.cluster.engine_actors import RayEngine  # noqa: E402
+from klear_core.cluster.engine_actors import DeadActor, RayEngine  # noqa: E402
 from klear_core.cluster.ray_calls import Restarts, StoredWeights, within  # noqa: E402
 from klear_core.cluster.rl_workers import (  # noqa: E402
     RayLearner,
@@ -164,12 +166,32 @@ def test_an_actor_is_told_nothing_while_it_changes(method: str) -> None:
     assert calls == [method]
 
 
+@pytest.mark.parametrize("method", ["load_received", "sleep", "wake"])
+def test_an_actor_whose_engine_has_died_is_replaced_as_a_dead_actor_is(method: str) -> None:
+    """The process of a vLLM engine may die at any moment, and its actor lives."""
+    actor = FakeActor([])
+
+    async def refuse() -> None:
+        raise ResourceError("the vLLM engine could not load the weights of version 7; its log ends with ...")
+
+    setattr(actor, method, Method(method, [], refuse))
+
+    async def drive() -> DeadActor | None:
+        engine = await engine_over(actor)
+        return await engine.call({"change": lambda a: getattr(a, method).remote()}, timeout_s=9)
+
+    dead = asyncio.run(drive())
+    assert dead is not None
+    assert dead.actor is actor
+    assert "version 7" in str(dead.error)
+
+
 class SlowActor:
     """Stands for an actor's handle: starts at once, and takes 0.4 s to receive or load anything."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []
-        self.start = Method("start", [])
+        self.start = Method("start", [], [])
         self.receive_weights = self.load_received = self
 
     def options(self) -> SlowActor:
@@ -201,6 +223,34 @@ def test_loading_weights_may_last_longer_than_the_limit_as_long_as_part_after_pa
 
     run_virtually(drive())
     assert actor.calls == 2 * ["first", "second", "third", 5]
+
+
+def test_what_an_engine_logs_at_its_start_is_logged_by_the_driver(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a cache much smaller than planned: nobody sees what an actor prints."""
+    with kept_logs() as logged:
+        logging.getLogger("klear_core.generate.vllm_engine").info("the cache holds %d tokens", 825_000)
+        logging.getLogger("klear_core.generate.vllm_engine").warning("planned were 1,700,000")
+        logging.getLogger("klear_core").debug("a detail")
+        logging.getLogger("vllm").warning("of another program")
+    sent: list[Report] = pickle.loads(pickle.dumps(logged))  # as Ray sends them
+    setup = RlSetup(cfg=config(num_rollout_actors=1), model=base, seed=0, workdir=tmp_path)
+    actor = SlowActor()
+    actor.start = Method("start", [], sent)
+    caplog.clear()
+
+    async def drive() -> None:
+        engines = RayRolloutEngines(setup, Restarts(allowed=0), 0, None)  # type: ignore[arg-type]
+        engines._actor_type = actor
+        await engines.engines[0].start()
+
+    with caplog.at_level(logging.INFO, logger="klear_core"):
+        run_virtually(drive())
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "rollout actor 0: the cache holds 825000 tokens"),
+        ("WARNING", "rollout actor 0: planned were 1,700,000"),
+    ]
 
 
 class SlowSender:
@@ -370,9 +420,9 @@ def short_of_memory_once() -> type[RolloutActor]:
     """As if Ray had killed the first of them to save its node."""
 
     class ShortOfMemoryOnce(RolloutActor):
-        async def start(self, job: RlSetup) -> None:
+        async def start(self, job: RlSetup) -> list[Report]:
             self.marker = job.workdir / "killed"
-            await super().start(job)
+            return await super().start(job)
 
         async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
             if not self.marker.exists():

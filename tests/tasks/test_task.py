@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import BaseJob, SftJob
-from klear_core.errors import ConfigError, DataError, ResourceError, TeacherError
+from klear_core.errors import ConfigError, DataError, EngineMemoryError, ResourceError, TeacherError
 from klear_core.pipeline.graph import fingerprints_of, stages_of
 from tasks.progress import Attempt
 from tasks.stage import cache_key, in_workspace, is_worth_a_retry, this_attempt
@@ -21,6 +21,11 @@ def validation_error() -> ValidationError:
     return caught.value
 
 
+def after(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "is_retried"),
     [
@@ -28,6 +33,8 @@ def validation_error() -> ValidationError:
         (TeacherError("down"), True),
         (OSError("network"), True),
         (RuntimeError("a worker died"), True),
+        (after(ResourceError("11 engines were lost"), ResourceError("an engine died")), True),
+        (after(ResourceError("11 engines were lost"), EngineMemoryError("out of memory")), False),
         (ConfigError("wrong key"), False),
         (DataError("bad row"), False),
         (validation_error(), False),

@@ -221,6 +221,9 @@ def test_layers_whose_state_would_flow_from_row_to_row_are_refused(folder, tmp_p
         ("deepseek_v3", 256),
         ("ernie4_5_moe", 64),
         ("llama4_text", 16),
+        ("llama4", 16),
+        ("qwen3_5_moe", 256),
+        ("dbrx", 4),
     ],
 )
 def test_mixtures_of_experts_are_refused_by_name(tmp_path: Path, model_type: str, num_experts: int):

@@ -10,7 +10,7 @@ from tiny_models import ONE, nll_heads, packed, random_rows, tiny_folder
 from klear_core.config.train import OptimConfig, TrainRuntime
 from klear_core.errors import TrainingError
 from klear_core.train.model import load_model
-from klear_core.train.step import Updater, profiled, save_bad_batch
+from klear_core.train.step import Updater, check_profiled, profiled, save_bad_batch
 
 CFG = OptimConfig(lr=1e-2, min_lr_ratio=0.1, warmup_steps=2, max_grad_norm=0.5)
 
@@ -82,6 +82,14 @@ def test_steps_to_record_that_end_before_they_begin_are_refused() -> None:
     assert TrainRuntime(profile_steps=(3, 3)).profile_steps == (3, 3)
     with pytest.raises(ValueError, match=r"profile_steps = \[3, 2\]: the first step comes after the last"):
         TrainRuntime(profile_steps=(3, 2))
+
+
+def test_steps_to_record_that_the_training_does_not_reach_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    check_profiled((300, 400), 300)
+    check_profiled(None, 300)
+    assert not caplog.records
+    check_profiled((301, 400), 300)
+    assert "profile_steps = [301, 400]: this training has 300 steps, so none is recorded" in caplog.text
 
 
 @pytest.mark.parametrize(("step", "is_recorded"), [(1, False), (2, True), (3, True), (4, False)])

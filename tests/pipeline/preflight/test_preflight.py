@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from test_hf_config import QWEN3, write_config
 
 from klear_core.artifacts.manifest import LedgerStep
+from klear_core.cluster.nodes import require_listener
 from klear_core.cluster.placement import GpuPlan, gpus_here, plan_gpus
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import HubSource
@@ -325,6 +326,25 @@ def test_a_ray_cluster_that_cannot_be_joined_is_told_before_a_run(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     (problem,) = problems_with(profile(tmp_path, "rl.runtime.learner_gpus=1", "rl.runtime.device=cuda"))
     assert problem.startswith("RAY_ADDRESS: 127.0.0.1:1 does not answer")
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", "http://127.0.0.1:8265", "10.0.0.1:", ":6379", "::1:6379", "10.0.0.1:6379/x", "u:p@h:1"]
+)
+def test_what_is_no_address_of_a_ray_cluster_is_told_as_such(address: str) -> None:
+    with pytest.raises(ResourceError, match=re.escape(f"RAY_ADDRESS = {address!r} is no HOST:PORT")):
+        require_listener(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "told"), [("127.0.0.1:1", "127.0.0.1:1"), ("ray://127.0.0.1:1", "127.0.0.1:1"), ("[::1]:1", "::1:1")]
+)
+def test_an_address_at_which_nothing_listens_is_told_as_such(address: str, told: str) -> None:
+    with pytest.raises(ResourceError, match=re.escape(f"RAY_ADDRESS: {told} does not answer")):
+        require_listener(address)
+    with pytest.raises(ResourceError, match="99999 does not answer"):
+        require_listener("127.0.0.1:99999")
+    require_listener("auto")
 
 
 def test_code_is_judged_in_a_sandbox_that_must_prove_itself_where_there_is_code(tmp_path: Path) -> None:
