@@ -186,6 +186,9 @@ def _require_pool(submit: SubmitConfig) -> None:
     except httpx.HTTPStatusError as e:
         remedy = "; set PREFECT_API_AUTH_STRING" if e.response.status_code == httpx.codes.UNAUTHORIZED else ""
         raise ConfigError(f"PREFECT_API_URL: that server answers with {e.response.status_code}{remedy}") from e
+    except httpx.ConnectError as e:  # it has answered a moment ago, without a check of its certificate
+        remedy = "; SSL_CERT_FILE names the certificate of your authority" if "CERTIFICATE" in str(e) else ""
+        raise ConfigError(f"PREFECT_API_URL: {e}{remedy}") from e
     if pool is None:
         there = ", ".join(sorted(pools)) or "none"
         raise ConfigError(f"workspace.submit.queue = {submit.queue!r}: no work pool; there are: {there}")

@@ -2,7 +2,10 @@
 
 import json
 import re
+import shutil
+import ssl
 import stat
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +15,12 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_SSL_CERT_FILE,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
 from typer.testing import CliRunner
 
 from flows.cli import app
@@ -125,6 +133,7 @@ def test_what_a_target_cannot_do_is_refused(tmp_path, target, settings, refused)
     ("option", "value", "said"),
     [
         ("--deadline", "tomorrow", "submit.deadline"),
+        ("--deadline", "99999999999d", "submit.deadline"),
         ("--for", "6", "submit.retry_for"),
         ("--retry", "error, always", "no-capacity"),
         ("--idle-kill", "10/1h", "such as 10%/1h"),
@@ -282,11 +291,17 @@ class PrefectPools(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(handler: type[BaseHTTPRequestHandler], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The handler as the server of PREFECT_API_URL."""
+def served(
+    handler: type[BaseHTTPRequestHandler], monkeypatch: pytest.MonkeyPatch, certificate: Path | None = None
+) -> Iterator[None]:
+    """The handler as the server of PREFECT_API_URL, with TLS if it has a certificate."""
     with HTTPServer(("127.0.0.1", 0), handler) as server:
+        if certificate is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/api"
+        url = f"{'https' if certificate else 'http'}://127.0.0.1:{server.server_port}/api"
         monkeypatch.setenv("PREFECT_API_URL", url)
         with temporary_settings({PREFECT_API_URL: url}):
             yield
@@ -312,6 +327,22 @@ def test_a_prefect_server_that_wants_a_password_is_told_in_one_line(tmp_path, mo
     monkeypatch.setattr(PrefectPools, "status", 401)
     with served(PrefectPools, monkeypatch), pytest.raises(ConfigError, match=r"with 401; set PREFECT_API_AUTH_STRING$"):
         submitted(tmp_path / "runs", "smoke", "--to", "prefect", "--queue", "dock")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_certificate_of_an_authority_of_ones_own_needs_ssl_cert_file(tmp_path, monkeypatch):
+    file = tmp_path / "server.pem"
+    request = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=own -addext subjectAltName=IP:127.0.0.1"
+    made = ["openssl", *request.split(), "-keyout", str(file), "-out", str(tmp_path / "ca.pem")]
+    subprocess.run(made, check=True, capture_output=True)
+    file.write_text(file.read_text() + (tmp_path / "ca.pem").read_text())
+    asked = ("smoke", "--to", "prefect", "--queue", "dok")
+    with served(PrefectPools, monkeypatch, certificate=file), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        with pytest.raises(ConfigError, match="SSL_CERT_FILE names the certificate of your authority"):
+            submitted(tmp_path / "runs", *asked)
+        trusted = {PREFECT_API_SSL_CERT_FILE: str(tmp_path / "ca.pem")}  # its default is SSL_CERT_FILE
+        with temporary_settings(trusted), pytest.raises(ConfigError, match="no work pool; there are: dock"):
+            submitted(tmp_path / "runs", *asked)
 
 
 def test_of_a_traceback_the_last_line_is_shown(tmp_path, monkeypatch):
