@@ -126,8 +126,12 @@ def grid_file(grid: str) -> Path:
 def profile_folder(profile: str) -> Path:
     """Return a profile's folder, given as a path or a name under configs/. ConfigError lists the names if unknown."""
     named, given = CONFIGS / profile, Path(profile)
-    if named.is_dir():
-        return named
+    try:
+        if named.is_dir():
+            return named
+        given.is_dir()
+    except OSError as e:
+        raise ConfigError(f"{profile[:100]}: no profile folder can have this name: {e.strerror}") from e
     if given.name == profile and not given.is_dir():
         raise ConfigError(
             f"{profile}: no such profile folder; "

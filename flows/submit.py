@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -29,7 +31,7 @@ from flows.retraining import gated
 from flows.servers import check_prefect
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.submit import KubeTarget, SubmitConfig
-from klear_core.errors import ConfigError, ResourceError
+from klear_core.errors import ConfigError, KlearError, ResourceError
 from klear_core.pipeline.graph import stages_of, workspace_root
 from klear_core.pipeline.submission.kube import kube
 from klear_core.pipeline.submission.prefect import prefect
@@ -49,6 +51,13 @@ _RAY_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Variables by one of which `ray job submit` finds its cluster."""
 _TIMEOUT_S = 300.0
 """Seconds within which a cluster must have taken a run."""
+_SLURM_SILENCE_S = 180.0
+"""Seconds for which a controller of Slurm that does not answer is asked again before anything is handed over."""
+_SLURM_PAUSE_S = 1.0
+_IS_SILENT = r"Unable to contact slurm|Communication \w+ failure|Socket timed out|Zero Bytes|standby mode"
+_HAS_NO_NODES = r"not available|nodes are busy"
+_FOR_EVER = r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Max\w+PerJob|Invalid(QOS|Account)"
+"""Reasons of squeue that no wait ends."""
 
 
 def submit(config: PipelineConfig, target: Target, selection: StageSelection, *, is_dry_run: bool) -> None:
@@ -77,9 +86,15 @@ def submit(config: PipelineConfig, target: Target, selection: StageSelection, *,
         return
     _require_receiver(target, config.workspace.submit)
     programs = [_program(command[0]) for command in prepared.commands]
+    if target == "slurm":
+        squeue, scancel = _program("squeue"), _program("scancel")
+        _require_nodes(programs[0], prepared.files["job.sh"], config.workspace.submit)
     _write(submission, prepared, with_token=target == "slurm")
     for program, command in zip(programs, prepared.commands, strict=True):
-        typer.echo(_handed_over([program, *command[1:]], submission.name))
+        said = _handed_over([program, *command[1:]], submission.name)
+        typer.echo(said)
+    if target == "slurm":
+        _require_queued(said.partition(";")[0], config.workspace.submit, squeue=squeue, scancel=scancel)
     typer.echo(f"\nsubmitted {submission.name}; its files are in {submission.folder}")
     for line in prepared.watch:
         typer.echo(f"  {line}")
@@ -171,6 +186,9 @@ def _require_pool(submit: SubmitConfig) -> None:
     except httpx.HTTPStatusError as e:
         remedy = "; set PREFECT_API_AUTH_STRING" if e.response.status_code == httpx.codes.UNAUTHORIZED else ""
         raise ConfigError(f"PREFECT_API_URL: that server answers with {e.response.status_code}{remedy}") from e
+    except httpx.ConnectError as e:  # it has answered a moment ago, without a check of its certificate
+        remedy = "; SSL_CERT_FILE names the certificate of your authority" if "CERTIFICATE" in str(e) else ""
+        raise ConfigError(f"PREFECT_API_URL: {e}{remedy}") from e
     if pool is None:
         there = ", ".join(sorted(pools)) or "none"
         raise ConfigError(f"workspace.submit.queue = {submit.queue!r}: no work pool; there are: {there}")
@@ -183,6 +201,75 @@ def _require_pool(submit: SubmitConfig) -> None:
             f"workspace.submit.priority = {submit.priority!r}: no work queue of {pool.name}; there are:"
             f" {', '.join(sorted(queues))}"
         )
+
+
+def _require_nodes(sbatch: str, script: str, submit: SubmitConfig) -> None:
+    """Raise ResourceError unless Slurm would take the job; `sbatch --test-only` queues nothing, so it can be repeated.
+
+    Slurm queues a job whose nodes are missing, too. Only `retry = ["no-capacity"]` asks for that.
+    """
+    deadline, was_silent = time.monotonic() + _SLURM_SILENCE_S, False
+    while True:
+        said = _objection(sbatch, script)
+        is_silent = re.search(_IS_SILENT, said) is not None
+        was_silent |= is_silent
+        # A controller that has just started does not know its nodes yet.
+        is_asked_again = is_silent or (was_silent and re.search(_HAS_NO_NODES, said))
+        if not is_asked_again or time.monotonic() > deadline:
+            break
+        typer.echo(f"Slurm is asked again: {said}")
+        time.sleep(_SLURM_PAUSE_S)
+    if not said:
+        return
+    if not re.search(_HAS_NO_NODES, said):
+        raise ResourceError(f"nothing was submitted: sbatch: {said}")
+    if "no-capacity" not in submit.retry:
+        raise ResourceError(f"nothing was submitted: sbatch: {said}; with --retry no-capacity it waits for nodes")
+    typer.echo(f"Slurm: {said}; the job waits for nodes, for {submit.retry_for} at most")
+
+
+def _objection(sbatch: str, script: str) -> str:
+    """Return why Slurm would not take the job now; empty, with its guess of a start shown, if it would."""
+    command = [sbatch, "--test-only"]
+    try:
+        ended = subprocess.run(
+            command, input=script, capture_output=True, text=True, check=False, timeout=_SLURM_SILENCE_S
+        )
+    except subprocess.TimeoutExpired as e:
+        raise ResourceError(f"nothing was submitted: sbatch did not answer in {e.timeout:.0f} s") from e
+    said = "; ".join(ended.stderr.replace("sbatch: ", "").strip().splitlines())
+    if ended.returncode:
+        return said or f"status {ended.returncode}"
+    typer.echo(f"Slurm: {said}")
+    return ""
+
+
+def _require_queued(job: str, submit: SubmitConfig, *, squeue: str, scancel: str) -> None:
+    """Show how Slurm has queued the job; cancel it, and raise, if it would wait for ever, or lacks its QOS.
+
+    A Slurm without accounting takes any QOS, and drops it.
+    """
+    look = [squeue, "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%q"]
+    ended = subprocess.run(look, capture_output=True, text=True, check=False)
+    state, reason, qos = [*ended.stdout.strip().split("|"), "", ""][:3]
+    if ended.returncode or not state:
+        typer.echo(f"squeue does not tell how it is queued: {ended.stderr.strip()}", err=True)
+        return
+    wrong: KlearError | None = None
+    if submit.priority and qos != submit.priority:
+        wrong = ConfigError(
+            f"workspace.submit.priority = {submit.priority!r}: this Slurm has taken job {job} without that QOS, for it"
+            " does not keep accounts, or does not enforce them; the job was cancelled"
+        )
+    elif re.search(_FOR_EVER, reason):
+        wrong = ResourceError(
+            f"nothing is queued: Slurm would keep job {job} for ever ({reason}), so it was cancelled; change nodes,"
+            " slurm.time_limit, --queue or --priority"
+        )
+    if wrong is not None:
+        subprocess.run([scancel, job], capture_output=True, check=False)
+        raise wrong
+    typer.echo(f"{state} ({reason})")
 
 
 def _program(name: str) -> str:

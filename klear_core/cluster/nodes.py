@@ -52,6 +52,12 @@ def known_nodes() -> tuple[Node, ...]:
     return (Node(name="this machine", num_cpus=math.inf, num_gpus=gpus_here()),)
 
 
+def nodes_now() -> tuple[Node, ...]:
+    """Return what `known_nodes` would if this process had not asked before."""
+    _nodes_at.cache_clear()
+    return known_nodes()
+
+
 @cache
 def _nodes_at(address: str) -> tuple[Node, ...]:
     """Join the cluster for a moment, unless this process is connected, and return its nodes."""
@@ -104,7 +110,7 @@ def cannot_join(address: str, error: BaseException) -> ResourceError:
     return ResourceError(f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {error}; {token}")
 
 
-def when_there(plan: Callable[[], R], *, wait_s: float) -> R:
+def when_there(plan: Callable[[], R], *, wait_s: float, look_s: float = _LOOK_S) -> R:
     """Return what `plan` returns, once the nodes of the cluster suffice for it; warn once of what is missing.
 
     Raise the ResourceError of `plan` after `wait_s`; at once if Ray runs on this machine alone, which stays as it is.
@@ -119,7 +125,7 @@ def when_there(plan: Callable[[], R], *, wait_s: float) -> R:
             if not is_told:
                 log.warning("waiting up to %g s for nodes of the Ray cluster: %s", wait_s, missing)
                 is_told = True
-        time.sleep(_LOOK_S)
+        time.sleep(min(look_s, max(0.0, deadline - time.monotonic())))
 
 
 def ray_nodes() -> tuple[Node, ...]:

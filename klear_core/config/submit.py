@@ -8,8 +8,8 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from klear_core.config.settings import Settings
 
-Duration = Annotated[str, Field(pattern=r"^[1-9]\d*[smhd]$")]
-"""Time as a number and a unit: `90s`, `30m`, `6h`, `2d`."""
+Duration = Annotated[str, Field(pattern=r"^[1-9](\d{0,8}s|\d{0,6}m|\d{0,4}h|\d{0,3}d)$")]
+"""Time as a number and a unit: `90s`, `30m`, `6h`, `2d`; its seconds fit 32 bits."""
 SbatchOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 """Long name of an option of sbatch, without its dashes."""
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}

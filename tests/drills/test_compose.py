@@ -11,6 +11,7 @@ import shutil
 import string
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -165,14 +166,13 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_the_services_run_a_profile_and_come_back_from_a_backup(tmp_path: Path) -> None:
+def test_the_services_run_a_profile_and_come_back_from_a_backup() -> None:
     pytest.importorskip("prefect_redis", reason="needs the extra `servers`")
-    tmp_path.chmod(0o755)
-    for folder in tmp_path.parents[:2]:  # PostgreSQL is another user
-        folder.chmod(0o755)
     inside = ["unshare", "-n", "--mount-proc", "-pf", "--kill-child=KILL"]
-    program = f"ip link set lo up; exec {sys.executable} {__file__} {tmp_path}"
-    subprocess.run([*inside, "sh", "-c", program], check=True, timeout=1700)
+    with tempfile.TemporaryDirectory(prefix="klear-compose-") as folder:  # pytest's own is closed to other users
+        Path(folder).chmod(0o755)  # PostgreSQL is another user
+        program = f"ip link set lo up; exec {sys.executable} {__file__} {folder}"
+        subprocess.run([*inside, "sh", "-c", program], check=True, timeout=1700)
 
 
 def drill(folder: Path) -> None:

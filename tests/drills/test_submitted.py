@@ -58,12 +58,16 @@ class Slurm:
         enter = ["nsenter", "--target", pid, "--net", "--pid", "--mount", "--uts", f"--wdns={ROOT}", "--"]
         return self(*enter, *command, is_checked=is_checked, **environment)
 
-    def submit(self, *args: str, to: str = "slurm", **environment: str) -> str:
-        """Submit the small run, up to RL."""
+    def submit(
+        self, *args: str, to: str = "slurm", until: str = "rl", is_checked: bool = True, **environment: str
+    ) -> str:
+        """Submit the small run, up to RL, and return what is shown; of a refusal also the error."""
         settings = (*SMALL, f"workspace.root={self.workspace}", "workspace.submit.cpus_per_node=4")
         words = [word for setting in settings for word in ("--set", setting)]
         command = [sys.executable, "-c", "from flows.cli import main; main()", "submit", "configs/smoke", "--to", to]
-        return self.on("n1", *command, "--until", "rl", *words, *args, **environment)
+        shell = () if is_checked else ("sh", "-c", 'exec "$@" 2>&1', "sh")
+        options = ("--until", until, *words, *args)
+        return self.on("n1", *shell, *command, *options, is_checked=is_checked, **environment)
 
     def states(self) -> str:
         """The states of the jobs that Slurm knows."""
@@ -99,10 +103,11 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[Slurm]:
+def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Slurm]:
     folder = tmp_path / "slurm"
     script = Path(__file__).parent / "slurm_here.sh"
-    started = psutil.Popen(["bash", str(script), str(folder), "2", "bash", "-c", "while sleep 1; do :; done"])
+    env = os.environ | {"ACCOUNTING": getattr(request, "param", "")}
+    started = psutil.Popen(["bash", str(script), str(folder), "2", "bash", "-c", "while sleep 1; do :; done"], env=env)
     try:
         deadline = time.monotonic() + 180
         while not (inside := started.children()):  # the first process of the namespaces, which collects zombies
@@ -287,6 +292,59 @@ def test_slurm_ends_a_job_at_its_deadline_and_it_is_not_queued_again(slurm: Slur
         time.sleep(1)
     assert "its deadline is near" in slurm.log
     assert "Restarts=0" in now
+
+
+with_accounting = pytest.mark.skipif(shutil.which("slurmdbd") is None, reason="needs slurmdbd and mariadb-server")
+ACCOUNT = ("--set", "workspace.submit.slurm.sbatch={account='us'}")
+
+
+@with_accounting
+@pytest.mark.parametrize("slurm", ["enforce"], indirect=True)
+def test_the_qos_of_a_job_is_the_priority_that_was_asked_for(slurm: Slurm):
+    slurm("sbatch", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    two = (*ACCOUNT, "--set", "workspace.submit.nodes=2")
+    for priority in ("small", "high"):
+        nodes = two if priority == "high" else ACCOUNT
+        assert "PENDING (" in slurm.submit(*nodes, "--priority", priority, "--queue", "all")
+    jobs = [job for job in slurm("scontrol", "--oneliner", "show", "job").splitlines() if "JobName=smoke" in job]
+    for job, qos in zip(jobs, ("small", "high"), strict=True):
+        assert {"Account=us", f"QOS={qos}", "Partition=all"} <= set(job.split())
+    small, high = (int(re.findall(r" Priority=(\d+)", job)[0]) for job in jobs)
+    assert high > small  # so it starts first, though it came second
+    assert "nothing was submitted: sbatch: allocation failure: Invalid qos specification" in (
+        slurm.submit(*ACCOUNT, "--priority", "none", is_checked=False)
+    )
+    assert "nothing was submitted: sbatch: error: QOSMaxNodePerJobLimit" in (
+        slurm.submit(*two, "--priority", "small", is_checked=False)
+    )
+    assert slurm.states().count("PENDING") == len(jobs)
+
+
+@with_accounting
+@pytest.mark.parametrize("slurm", ["", "kept"], indirect=True)
+def test_a_qos_that_slurm_would_drop_is_refused(slurm: Slurm):
+    assert "without that QOS" in slurm.submit("--priority", "none", is_checked=False)
+    assert set(re.findall("[A-Z]{6,}", slurm.states())) <= {"CANCELLED", "COMPLETING"}
+
+
+def test_a_job_waits_for_nodes_that_are_missing_if_that_is_asked_for(slurm: Slurm):
+    slurm("scontrol", "update", "NodeName=n1,n2", "State=DRAIN", "Reason=drill")
+    assert "nothing was submitted" in slurm.submit(until="benchmarks", is_checked=False)
+    begun = time.monotonic()
+    for wait in ("5m", "1m"):
+        shown = slurm.submit("--retry", "no-capacity", "--for", wait, until="benchmarks")
+        assert f"waits for nodes, for {wait} at most" in shown
+        assert "PENDING (ReqNodeNotAvail" in shown
+    too_many = ("--set", "workspace.submit.nodes=3", "--retry", "no-capacity")
+    assert "for ever (PartitionConfig)" in slurm.submit(*too_many, is_checked=False)
+    time.sleep(max(0.0, 70 - (time.monotonic() - begun)))
+    slurm("scontrol", "update", "NodeName=n1,n2", "State=RESUME")
+    [first, late, *_] = sorted((slurm.workspace / "submissions").iterdir())
+    deadline = time.monotonic() + IN_TIME_S
+    while not (first / "log").exists() or "✓ benchmarks" not in (first / "log").read_text():
+        assert time.monotonic() < deadline, slurm.states()
+        time.sleep(0.5)
+    assert "waited for nodes for longer than 1m" in (late / "log").read_text()
 
 
 def test_curation_waits_while_the_controller_is_away(slurm: Slurm):

@@ -306,3 +306,4 @@ def test_the_commands_are_in_panels(klear):
 
 def test_a_misspelt_profile_is_answered_by_the_one_that_is_close(klear):
     assert "laptp: no such profile folder; did you mean laptop?" in klear("plan", "laptp").err
+    assert "no profile folder can have this name: File name too long" in klear("plan", "q" * 300).err

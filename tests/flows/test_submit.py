@@ -2,7 +2,10 @@
 
 import json
 import re
+import shutil
+import ssl
 import stat
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +15,12 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_SSL_CERT_FILE,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
 from typer.testing import CliRunner
 
 from flows.cli import app
@@ -33,6 +41,24 @@ def stand_in(folder: Path, name: str, script: str) -> None:
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/bash\n{script}\n")
     (folder / name).chmod(0o755)
+
+
+NO_NODES = "allocation failure: Requested node configuration is not available"
+
+
+def slurm_stand_ins(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    sbatch: str = "echo 7",
+    test_only: str = "echo 'sbatch: Job 6 to start at noon' >&2",
+    squeue: str = "echo 'PENDING|Priority|normal'",
+) -> None:
+    """Commands of Slurm, alone in PATH with the system's; scancel writes what it is asked to end."""
+    stand_in(folder, "sbatch", f'if [ "$1" = --test-only ]; then\n{test_only}\nelse\n{sbatch}\nfi')
+    stand_in(folder, "squeue", squeue)
+    stand_in(folder, "scancel", f'echo "$*" >>{folder}/cancelled')
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
 def test_a_dry_run_prints_plan_files_and_command_and_writes_nothing(tmp_path):
@@ -107,6 +133,7 @@ def test_what_a_target_cannot_do_is_refused(tmp_path, target, settings, refused)
     ("option", "value", "said"),
     [
         ("--deadline", "tomorrow", "submit.deadline"),
+        ("--deadline", "99999999999d", "submit.deadline"),
         ("--for", "6", "submit.retry_for"),
         ("--retry", "error, always", "no-capacity"),
         ("--idle-kill", "10/1h", "such as 10%/1h"),
@@ -198,8 +225,7 @@ def test_no_key_of_the_environment_is_in_the_files_and_commands_of_a_submission(
 
 
 def test_sbatch_gets_the_script_and_the_token_is_readable_by_its_owner_alone(tmp_path, monkeypatch):
-    stand_in(tmp_path / "bin", "sbatch", 'echo "job of $2"')
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    slurm_stand_ins(tmp_path / "bin", monkeypatch, sbatch='echo "job of $2"')
     shown = submitted(tmp_path / "runs", "smoke", "--to", "slurm")
     [folder] = (tmp_path / "runs" / "submissions").iterdir()
     assert f"job of {folder}/job.sh" in shown
@@ -233,8 +259,7 @@ def test_a_workspace_that_is_a_file_is_refused(tmp_path):
 
 def test_what_a_cluster_says_in_several_lines_is_one(tmp_path, monkeypatch):
     said = "sbatch: error: invalid partition specified: gpus\\nsbatch: error: Batch job submission failed"
-    stand_in(tmp_path / "bin", "sbatch", f"printf '{said}\\n' >&2; exit 1")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    slurm_stand_ins(tmp_path / "bin", monkeypatch, sbatch=f"printf '{said}\\n' >&2; exit 1")
     with pytest.raises(ResourceError, match=r"specified: gpus; sbatch: error: Batch job submission failed$"):
         submitted(tmp_path / "runs", "smoke", "--to", "slurm")
 
@@ -266,11 +291,17 @@ class PrefectPools(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(handler: type[BaseHTTPRequestHandler], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The handler as the server of PREFECT_API_URL."""
+def served(
+    handler: type[BaseHTTPRequestHandler], monkeypatch: pytest.MonkeyPatch, certificate: Path | None = None
+) -> Iterator[None]:
+    """The handler as the server of PREFECT_API_URL, with TLS if it has a certificate."""
     with HTTPServer(("127.0.0.1", 0), handler) as server:
+        if certificate is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/api"
+        url = f"{'https' if certificate else 'http'}://127.0.0.1:{server.server_port}/api"
         monkeypatch.setenv("PREFECT_API_URL", url)
         with temporary_settings({PREFECT_API_URL: url}):
             yield
@@ -298,19 +329,85 @@ def test_a_prefect_server_that_wants_a_password_is_told_in_one_line(tmp_path, mo
         submitted(tmp_path / "runs", "smoke", "--to", "prefect", "--queue", "dock")
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_certificate_of_an_authority_of_ones_own_needs_ssl_cert_file(tmp_path, monkeypatch):
+    file = tmp_path / "server.pem"
+    request = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=own -addext subjectAltName=IP:127.0.0.1"
+    made = ["openssl", *request.split(), "-keyout", str(file), "-out", str(tmp_path / "ca.pem")]
+    subprocess.run(made, check=True, capture_output=True)
+    file.write_text(file.read_text() + (tmp_path / "ca.pem").read_text())
+    asked = ("smoke", "--to", "prefect", "--queue", "dok")
+    with served(PrefectPools, monkeypatch, certificate=file), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        with pytest.raises(ConfigError, match="SSL_CERT_FILE names the certificate of your authority"):
+            submitted(tmp_path / "runs", *asked)
+        trusted = {PREFECT_API_SSL_CERT_FILE: str(tmp_path / "ca.pem")}  # its default is SSL_CERT_FILE
+        with temporary_settings(trusted), pytest.raises(ConfigError, match="no work pool; there are: dock"):
+            submitted(tmp_path / "runs", *asked)
+
+
 def test_of_a_traceback_the_last_line_is_shown(tmp_path, monkeypatch):
-    stand_in(
-        tmp_path / "bin",
-        "sbatch",
-        "printf 'Traceback (most recent call last):\n  x\nConnectionError: no\n' >&2; exit 1",
-    )
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    said = "Traceback (most recent call last):\n  x\nConnectionError: no\n"
+    slurm_stand_ins(tmp_path / "bin", monkeypatch, sbatch=f"printf '{said}' >&2; exit 1")
     with pytest.raises(ResourceError, match=r"before you repeat it: ConnectionError: no$"):
         submitted(tmp_path / "runs", "smoke", "--to", "slurm")
 
 
 def test_a_cluster_that_fails_to_answer_may_have_taken_the_run(tmp_path, monkeypatch):
-    stand_in(tmp_path / "bin", "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    slurm_stand_ins(tmp_path / "bin", monkeypatch, sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1")
     with pytest.raises(ResourceError, match=r"look for smoke-\S+ before you repeat it: Socket timed out"):
         submitted(tmp_path / "runs", "smoke", "--to", "slurm")
+
+
+@pytest.mark.parametrize("qos", ["(null)", "", "normal"])
+def test_a_job_that_slurm_takes_without_its_qos_is_cancelled(tmp_path, monkeypatch, qos):
+    """Slurm 22.05 drops any QOS without accounting, and a wrong name where accounting enforces nothing."""
+    slurm_stand_ins(tmp_path / "bin", monkeypatch, squeue=f"echo 'PENDING|None|{qos}'")
+    with pytest.raises(ConfigError, match=r"priority = 'high': this Slurm has taken job 7 without that QOS"):
+        submitted(tmp_path / "runs", "smoke", "--to", "slurm", "--priority", "high")
+    assert (tmp_path / "bin" / "cancelled").read_text() == "7\n"
+
+
+def test_how_slurm_has_queued_a_job_is_shown(tmp_path, monkeypatch):
+    slurm_stand_ins(tmp_path / "bin", monkeypatch, sbatch="echo '7;far'", squeue="echo 'PENDING|Resources|high'")
+    shown = submitted(tmp_path / "runs", "smoke", "--to", "slurm", "--priority", "high")
+    assert "Slurm: Job 6 to start at noon\n7;far\nPENDING (Resources)\n" in shown
+    assert not (tmp_path / "bin" / "cancelled").exists()
+
+
+@pytest.mark.parametrize("reason", ["PartitionConfig", "PartitionTimeLimit", "BadConstraints", "QOSMaxNodePerJobLimit"])
+def test_a_job_that_would_wait_for_ever_is_cancelled(tmp_path, monkeypatch, reason):
+    slurm_stand_ins(tmp_path / "bin", monkeypatch, squeue=f"echo 'PENDING|{reason}|normal'")
+    with pytest.raises(ResourceError, match=f"would keep job 7 for ever .{reason}."):
+        submitted(tmp_path / "runs", "smoke", "--to", "slurm")
+    assert (tmp_path / "bin" / "cancelled").read_text() == "7\n"
+
+
+def test_missing_nodes_are_waited_for_only_if_that_is_asked_for(tmp_path, monkeypatch):
+    waits = "echo 'PENDING|ReqNodeNotAvail, UnavailableNodes:n2|normal'"
+    slurm_stand_ins(tmp_path / "bin", monkeypatch, test_only=f"echo '{NO_NODES}' >&2; exit 1", squeue=waits)
+    with pytest.raises(ResourceError, match="not available; with --retry no-capacity it waits for nodes"):
+        submitted(tmp_path / "runs", "smoke", "--to", "slurm", "--retry", "error")
+    assert not (tmp_path / "runs").exists()
+    shown = submitted(tmp_path / "runs", "smoke", "--to", "slurm", "--retry", "no-capacity", "--for", "6h")
+    assert "the job waits for nodes, for 6h at most" in shown
+    assert "PENDING (ReqNodeNotAvail, UnavailableNodes:n2)" in shown
+
+
+def test_what_slurm_refuses_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    said = "allocation failure: Invalid qos specification"
+    slurm_stand_ins(tmp_path / "bin", monkeypatch, test_only=f"echo '{said}' >&2; exit 1")
+    with pytest.raises(ResourceError, match=f"nothing was submitted: sbatch: {said}"):
+        submitted(tmp_path / "runs", "smoke", "--to", "slurm", "--retry", "no-capacity")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_controller_that_does_not_answer_is_asked_again_and_gets_one_job(tmp_path, monkeypatch):
+    """After its start it does not know its nodes at first."""
+    bin_ = tmp_path / "bin"
+    answers = ["Unable to contact slurm controller (connect failure)", NO_NODES]
+    asked = f"echo >>{bin_}/asked; n=$(wc -l <{bin_}/asked)\n"
+    cases = "\n".join(f"[ $n = {i} ] && {{ echo '{answer}' >&2; exit 1; }}" for i, answer in enumerate(answers, 1))
+    slurm_stand_ins(bin_, monkeypatch, test_only=f"{asked}{cases}\ntrue", sbatch=f"echo >>{bin_}/jobs; echo 7")
+    shown = submitted(tmp_path / "runs", "smoke", "--to", "slurm")
+    assert shown.count("Slurm is asked again") == len(answers)
+    assert (bin_ / "jobs").read_text() == "\n"

@@ -9,15 +9,18 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from klear_core.cluster.nodes import joins_a_cluster, nodes_now, when_there
 from klear_core.cluster.placement import Node
 from klear_core.config.load import as_option
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import PromoteJob
+from klear_core.config.submit import SubmitConfig, in_seconds
 from klear_core.distill.teachers.fleet import MAKE_BLOCK, NO_KEYS, BlockKeys
-from klear_core.errors import ConfigError
+from klear_core.errors import ConfigError, ResourceError
 from klear_core.evaluate.stats.intervals import least_half_width
 from klear_core.pipeline.plan import PendingWork, num_problems
 from klear_core.pipeline.preflight.capacity import (
@@ -53,6 +56,9 @@ from klear_core.pipeline.preflight.model_checks import (
     token_problems,
 )
 
+_LOOK_S = 20.0
+"""Seconds between two looks at a cluster whose nodes are missing; each joins it."""
+
 
 def require_ready(
     config: PipelineConfig,
@@ -61,10 +67,34 @@ def require_ready(
     again: Collection[str] = (),
     keys: BlockKeys | None = None,
 ) -> None:
-    """Raise ConfigError with everything that would stop the run, before anything is spent."""
+    """Raise ConfigError with everything that would stop the run, before anything is spent.
+
+    Wait first for nodes of the Ray cluster that are missing, if the run was submitted with `retry = ["no-capacity"]`.
+    """
+    _wait_for_nodes(config.workspace.submit)
     problems = problems_with(config, chosen, again=again, keys=keys)
     if problems:
         raise ConfigError("\n       ".join(["this profile cannot run here yet:", *problems]))
+
+
+def _wait_for_nodes(submit: SubmitConfig) -> None:
+    if "no-capacity" not in submit.retry or not joins_a_cluster():
+        return
+    wait_s = float(in_seconds(submit.retry_for))
+    if submit.ends_at is not None:
+        wait_s = min(wait_s, (submit.ends_at - datetime.now(UTC)).total_seconds())
+    when_there(lambda: require_asked_nodes(submit, nodes_now()), wait_s=wait_s, look_s=_LOOK_S)
+
+
+def require_asked_nodes(submit: SubmitConfig, nodes: Sequence[Node]) -> None:
+    """Raise ResourceError unless these are at least the nodes that a run was submitted for."""
+    num_cpus, num_gpus = submit.cpus_per_node or 1, submit.gpus_per_node
+    found = [node for node in nodes if node.num_cpus >= num_cpus and node.num_gpus >= num_gpus]
+    if len(found) < submit.nodes:
+        raise ResourceError(
+            f"workspace.submit asks for {submit.nodes} nodes of {num_cpus} CPUs and {num_gpus} GPUs; the Ray cluster"
+            f" has {len(found)}"
+        )
 
 
 def problems_with(

@@ -13,6 +13,8 @@ from klear_core.stopping import LIMIT_STATUS
 _FOLDER = "/etc/klear/profile"
 _HEAD_CPUS, _HEAD_GB = 4, 32
 """Resources of a head that trains and samples nothing: the driver's, with the answers of a step (docs/scale.md)."""
+_WAIT_FOR_NODES_S = 1800
+"""As the stages' own `wait_for_nodes_s`: without a limit KubeRay waits for ever."""
 _LABEL = "klear/run"
 _OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
 
@@ -122,8 +124,8 @@ def _job_spec(submission: Submission, ray_version: str) -> Manifest:
     }
     if submit.deadline:
         spec["activeDeadlineSeconds"] = in_seconds(submit.deadline)
-    if "no-capacity" in submit.retry:
-        spec["preRunningDeadlineSeconds"] = in_seconds(submit.retry_for)
+    is_patient = "no-capacity" in submit.retry
+    spec["preRunningDeadlineSeconds"] = in_seconds(submit.retry_for) if is_patient else _WAIT_FOR_NODES_S
     keep_s = in_seconds(submit.kube.keep_head)
     if submit.queue:
         # Kueue suspends a RayJob until there is room, which KubeRay allows only without deletion rules.

@@ -103,7 +103,7 @@ head=$(hostname -I); head=${{head%% *}}; head=${{head:-127.0.0.1}}   # setup may
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token   # without it, whoever reaches a port runs code
 export RAY_worker_niceness=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 
-[ -f "$folder/begun" ] || date +%s >"$folder/begun"
+{_unless_late(submit)}[ -f "$folder/begun" ] || date +%s >"$folder/begun"
 rm -f "$folder/driver.pid" "$folder/status"
 
 # The time is almost over, or the job is preempted: the run saves a checkpoint and exits with {REQUEUE_STATUS}. One that
@@ -143,6 +143,17 @@ def _unless_interrupted(submit: SubmitConfig) -> str:
     return """# After a preemption or a lost node, too, Slurm starts a job again that may be queued again at all.
 if [ "${SLURM_RESTART_COUNT:-0}" -gt "$(cat "$folder/requeued" 2>/dev/null | wc -l)" ]; then
   echo "interrupted, and retry has errors alone"; exit 1
+fi
+"""
+
+
+def _unless_late(submit: SubmitConfig) -> str:
+    """Return a line that ends a job which has waited for nodes for longer than was asked for."""
+    if "no-capacity" not in submit.retry:
+        return ""
+    return f"""latest=$(($(date +%s -r "$folder/job.sh") + {in_seconds(submit.retry_for)}))
+if [ ! -f "$folder/begun" ] && [ "$(date +%s)" -gt $latest ]; then
+  echo "waited for nodes for longer than {submit.retry_for}"; exit {LIMIT_STATUS}
 fi
 """
 

@@ -13,12 +13,13 @@ from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlRuntime
+from klear_core.config.submit import SubmitConfig
 from klear_core.errors import ResourceError
 from klear_core.hf_config import HfConfig
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.capacity import disk_parts, disk_problem, pool_problems_on
-from klear_core.pipeline.preflight.checks import problems_with
+from klear_core.pipeline.preflight.checks import problems_with, require_asked_nodes, require_ready
 from klear_core.pipeline.preflight.model_checks import problems_on, stage_lines
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -268,3 +269,19 @@ def test_rl_looks_again_once_it_knows_the_cluster() -> None:
     check_cpu_is_meant(runtime, engine, GpuPlan(learner=0, rollout=0), 200_000_000)
     with pytest.raises(ResourceError, match=r"rollout\.engine"):
         check_cpu_is_meant(RlRuntime(device="cpu"), engine, GpuPlan(learner=0, rollout=0), 200_000_001)
+
+
+def test_a_run_that_was_submitted_with_no_capacity_waits_for_the_nodes_that_it_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without `no-capacity`, what the cluster lacks at the start is refused at once."""
+    asked = SubmitConfig(nodes=2, gpus_per_node=8, cpus_per_node=96, retry=("no-capacity",))
+    node, small = (Node(name=f"{n} GPUs", num_cpus=96, num_gpus=n) for n in (8, 4))
+    with pytest.raises(ResourceError, match=r"asks for 2 nodes of 96 CPUs and 8 GPUs; the Ray cluster has 1$"):
+        require_asked_nodes(asked, [node, small])
+    require_asked_nodes(asked, [node, small, node])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    waits = [f"workspace.root={tmp_path}", "workspace.submit.retry=['no-capacity']", "workspace.submit.retry_for=1s"]
+    with pytest.raises(ResourceError, match="127.0.0.1:1 does not answer"):
+        require_ready(load_profile(CONFIGS / "smoke", waits), ["sft"])
+    assert "waiting up to 1 s for nodes of the Ray cluster" in caplog.text

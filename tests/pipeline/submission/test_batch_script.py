@@ -130,6 +130,16 @@ def test_a_run_is_not_queued_again_after_the_time_for_retries(tmp_path):
     assert job.requeued() == 0
 
 
+def test_a_job_that_gets_its_nodes_later_than_was_asked_for_does_not_run(tmp_path):
+    job = Job(tmp_path, retry=["no-capacity"], retry_for="2h")
+    submitted = time.time() - 2 * 3600 - 5
+    os.utime(job.folder / "job.sh", (submitted, submitted))
+    assert job.start("exit 0").wait(60) == 3
+    (job.folder / "begun").touch()  # it has run, and is queued again
+    assert job.start("exit 0").wait(60) == 0
+    assert job.calls.read_text().count("klear run") == 1
+
+
 def test_the_run_has_the_profile_of_the_submission_and_the_address_of_the_head(tmp_path):
     job = Job(tmp_path)
     assert job.start('echo "$RAY_ADDRESS $RAY_AUTH_MODE" >>"$CALLS"').wait(60) == 0

@@ -173,6 +173,7 @@ def test_a_job_in_a_queue_of_kueue_may_be_suspended():
         ({"retry": []}, "backoffLimit", 0),
         ({"deadline": "1d"}, "activeDeadlineSeconds", 86400),
         ({"retry": ["no-capacity"], "retry_for": "6h"}, "preRunningDeadlineSeconds", 21600),
+        ({"retry": []}, "preRunningDeadlineSeconds", 1800),
     ],
 )
 def test_retries_and_deadlines_are_those_of_the_settings(submit, field, value):
