@@ -140,7 +140,7 @@ def gate(
     is_json: Annotated[bool, typer.Option("--json", help="Print the verdict and its figures as JSON.")] = False,
     root: Root = Path("runs"),
 ) -> None:
-    """Check that an evaluation is no worse than another one. Exit status: 0 passed, 1 failed, 3 inconclusive.
+    """Check that an evaluation is no worse than another one. Exit status: 0 passed, 1 failed, 3 inconclusive, 2 no verdict.
 
     klear gate sft rl
 
@@ -226,7 +226,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
         ),
     ],
     model_name: Annotated[
-        str | None, typer.Option("--model-name", help="Name of the model at the server, if MODEL is an address.")
+        str | None, typer.Option("--model", "--model-name", help="Its name at the server, if MODEL is an address.")
     ] = None,
     benchmarks: Annotated[
         list[str] | None,
@@ -264,7 +264,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
 
     klear evaluate owner/name --benchmarks math500.jsonl --samples 4 --engine vllm
 
-    klear evaluate http://127.0.0.1:8000/v1 --model-name r1 --benchmarks aime24
+    klear evaluate http://127.0.0.1:8000/v1 --model r1 --benchmarks aime24
     """
     from flows.evaluate_model import Asked, evaluate_model
 

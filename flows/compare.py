@@ -141,11 +141,19 @@ _MARKS: Mapping[GateVerdict, str] = {"passed": "[green]✓[/]", "failed": "[red]
 
 
 def gate_evaluations(old: str, new: str, policy: Path | None, *, is_json: bool, root: Path) -> int:
-    """Print the verdict on the evaluation `new` against `old`, and return its exit status."""
+    """Print the verdict on the evaluation `new` against `old`, and return its exit status.
+
+    Raise ConfigError, whose status no verdict has, if there is none: an evaluation is missing or damaged, or both are
+    the same.
+    """
     rule = read_policy(policy) if policy else GatePolicy()
-    before, after = (_evaluation_named(name, root) for name in (old, new))
-    look = take_look(rule, after, before, record=root / "gates")
-    result = gate(rule, after, before, look=look)
+    try:
+        before, after = (_evaluation_named(name, root) for name in (old, new))
+        gate(rule, after, before)  # what cannot be asked spends no look
+        look = take_look(rule, after, before, record=root / "gates")
+        result = gate(rule, after, before, look=look)
+    except ArtifactError as error:
+        raise ConfigError(str(error)) from error
     if is_json:
         Console().print_json(result.model_dump_json())
         return _GATE_STATUS[result.verdict]

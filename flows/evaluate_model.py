@@ -91,7 +91,7 @@ def evaluate_model(asked: Asked) -> None:
         _print_answers_line(asked.root, console)
         return
     if asked.model_name is not None:
-        raise ConfigError(f"--model-name {asked.model_name}: {asked.model} is no address of a server, http://...")
+        raise ConfigError(f"--model {asked.model_name}: {asked.model} is no address of a server, http://...")
     found = find_model(asked.model, asked.root, console)
     taken = None if asked.profile is not None or found.artifact is None else settings_of(found.artifact)
     config = evaluation_config(asked, found.as_given(), taken)
@@ -115,7 +115,7 @@ def _served(asked: Asked) -> dict[str, Any]:
     """Return the engine that is a server at the address asked for."""
     if not asked.model_name:
         raise ConfigError(
-            f"{asked.model} is a server: name its model, --model-name NAME, as {asked.model}/models lists it"
+            f"{asked.model} is a server: name its model, --model NAME, as {asked.model}/models lists it"
         )
     if asked.engine != "auto":
         raise ConfigError(f"--engine {asked.engine}: the model at {asked.model} is served there, by whatever engine")

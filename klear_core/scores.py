@@ -7,12 +7,13 @@ import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
+from typing import Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from klear_core.artifacts.records import read_shards
 from klear_core.config.evaluate import EngineConfig, EvaluateSamplingConfig, ServedModelConfig
-from klear_core.config.settings import Settings
+from klear_core.config.settings import Settings, result_settings
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ArtifactError
 from klear_core.types import Difficulty, Outcome, PassRate
@@ -33,6 +34,16 @@ class DecodingProfile(Settings):
     engine: EngineConfig | ServedModelConfig
     seed_policy: str
     """The derivation of each sample's seed, in words."""
+
+    def compared(self) -> dict[str, Any]:
+        """Return the settings that two scores must share to be comparable.
+
+        The name of a served model says which model it is, not how it was decoded.
+        """
+        settings = result_settings(self)
+        if isinstance(self.engine, ServedModelConfig):
+            settings["engine"] = {"kind": self.engine.kind}
+        return settings
 
 
 class JudgeRecord(Settings):

@@ -134,7 +134,7 @@ def test_a_model_at_an_address_is_named_there_and_sampled_by_its_server(tmp_path
     (endpoint,) = engine.runtime.endpoints
     assert (engine.model, endpoint.base_url, endpoint.api_key_env) == ("r1", "http://host/v1", "KEY")
     assert asked().evaluate.sampling.max_new_tokens == 99
-    with pytest.raises(ConfigError, match="name its model, --model-name NAME"):
+    with pytest.raises(ConfigError, match="name its model, --model NAME"):
         asked(model_name=None)
     with pytest.raises(ConfigError, match="--engine vllm: the model at http://host/v1 is served there"):
         asked(engine="vllm")

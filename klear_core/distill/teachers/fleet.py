@@ -209,7 +209,7 @@ class Endpoint:
         kind = defect.partition(": ")[0]
         self.unusable[kind] += 1
         if self.unusable[kind] == _UNREAD_TO_NAME:
-            log.warning("distill: replies of %s are paid for and cannot be used: %s", self.cfg.base_url, defect)
+            log.warning("replies of %s are paid for and cannot be used: %s", self.cfg.base_url, defect)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -220,16 +220,16 @@ class Endpoint:
             if num >= _UNREAD_TO_NAME
         )
 
-    def failed(self, now: float) -> None:
-        """Count a failure; leave the endpoint out after several in a row."""
+    def failed(self, now: float, detail: str = "") -> None:
+        """Count a failure, with what happened; leave the endpoint out after several in a row."""
         self.failures_in_a_row += 1
         # Requests that were in flight when it was left out fail later; they do not leave it out for longer.
         if self.failures_in_a_row % _FAILURES_IN_A_ROW == 0 and now >= self.resume_at:
             seconds = self._runtime.left_out_s * min(2**self._times_left_out, _LONGEST_LEFT_OUT)
             self._times_left_out += 1
             log.warning(
-                "distill: %s failed %d times in a row and gets no requests for %g s",
-                self.cfg.base_url, self.failures_in_a_row, seconds,
+                "%s failed %d times in a row and gets no requests for %g s%s",
+                self.cfg.base_url, self.failures_in_a_row, seconds, f"; the last: {detail}" if detail else "",
             )  # fmt: skip
             self.pause(seconds, now)
             self.limit.restart(now)
@@ -325,7 +325,7 @@ class Fleet:
         """Send no more requests to an endpoint in this run, and say so if others are left."""
         endpoint.removed_because = reason
         if self.working:
-            log.warning("distill: %s was given up: %s", endpoint.cfg.base_url, reason)
+            log.warning("%s was given up: %s", endpoint.cfg.base_url, reason)
 
     def release(self, endpoint: Endpoint, input_tokens: int) -> None:
         """Give a slot back."""

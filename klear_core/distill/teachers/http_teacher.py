@@ -321,7 +321,7 @@ class Attempt:
             endpoint.limit.refuse(num_served=num_serving, sent_at=sent_at, now=now)
         # A server that answers 429, or refuses while it serves other requests, works: only its limit is too high.
         if outcome.reason != "http_429" and not (outcome.is_refusal and num_serving):
-            endpoint.failed(now)
+            endpoint.failed(now, endpoint.redact(outcome.detail))
         endpoint.pause(min(outcome.retry_after_s, self._cfg.runtime.max_retry_after_s), now)
 
     async def _request(self, endpoint: Endpoint) -> TeacherReply | FailedTry:

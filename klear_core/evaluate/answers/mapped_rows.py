@@ -72,8 +72,20 @@ def mapped_row(fields: Fields, places: AnswerPlaces) -> AnswerRow:
         else schema.reference_of(fields, domain=None)
     )
     texts = _texts_at(fields, places.response)
-    stated = _values_at(fields, places.score) if places.score else None
-    return AnswerRow(question=schema.question(fields), reference=reference, answers=scored(texts, stated), problem="")
+    answers = scored(texts, _scores_at(fields, places.score, len(texts)) if places.score else None)
+    return AnswerRow(question=schema.question(fields), reference=reference, answers=answers, problem="")
+
+
+def _scores_at(fields: Fields, place: str, num_answers: int) -> list[object]:
+    """Return the score of each answer, or None where it is empty; raise RowError for what is no score."""
+    value = _values_at(fields, place)
+    scores = value if isinstance(value, list) else [value]
+    if len(scores) != num_answers:
+        raise RowError("wrong_type", place, f"{len(scores)} scores for {num_answers} answers")
+    for score in scores:
+        if score not in (None, "") and score_in(score) is None:
+            raise RowError("wrong_type", place, f"{score!r} is neither 0 nor 1, true nor false; leave score= out")
+    return scores
 
 
 def _texts_at(fields: Fields, place: str) -> tuple[str, ...]:

@@ -109,8 +109,11 @@ def _model_of(evaluation: Path) -> str:
 def gate(policy: GatePolicy, new: Path, old: Path, *, look: int = 1) -> GateResult:
     """Gate the evaluation in the folder `new` against that in `old`, at one of the policy's looks.
 
-    Scores that cannot be compared fail. Raise ConfigError if the policy names a benchmark that the evaluations lack.
+    Scores that cannot be compared fail. Raise ConfigError if both are one evaluation, which is no comparison, or if the
+    policy names a benchmark that they lack.
     """
+    if new.resolve() == old.resolve():
+        raise ConfigError(f"both are the same evaluation, {new.name[:8]}: there is nothing to compare")
     found, before = read_evaluation(new), read_evaluation(old)
     unknown = sorted((policy.tiers.keys() | policy.margins.keys()) - found.reports.keys())
     if unknown:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.settings import Settings, result_settings
+from klear_core.config.settings import Settings
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import AnswerCounts, CountsBy, Decoding, count_stored
 from klear_core.evaluate.stats.intervals import (
@@ -266,7 +266,7 @@ def _compare_one(
 
 def _asked(report: EvalReport) -> tuple[dict[str, Any], str]:
     """Return how the questions of a benchmark were asked."""
-    return result_settings(report.decoding), report.prompt
+    return report.decoding.compared(), report.prompt
 
 
 # ---- one difference ----

@@ -324,7 +324,7 @@ def _other_references(new: Evaluation, old: Evaluation, benchmark: str) -> str:
 def _other_settings(new: EvalReport, old: EvalReport) -> list[str]:
     """Return how prompt, decoding and judge differ; empty if they are the same."""
     reasons = []
-    decodings = [result_settings(report.decoding) for report in (old, new)]
+    decodings = [report.decoding.compared() for report in (old, new)]
     judges = [result_settings(report.judge.settings) for report in (old, new) if report.judge]
     decoding = _differences(decodings)
     if old.prompt != new.prompt:

@@ -233,7 +233,10 @@ def _seed_rows(runs: Sequence[ComparedRun], rows: Sequence[ScoreRow]) -> list[Se
     found = []
     for label, group in seed_groups(runs):
         for row in rows:
-            values = [cell.score for i in group if (cell := row.cells[i]) is not None and cell.score is not None]
+            # Runs that share a model are one run of it: its score twice would say that seeds do not matter.
+            models = {model.evaluation.name: i for i in reversed(group) if (model := runs[i].model(row.maker))}
+            own = [row.cells[i] for i in sorted(models.values())]
+            values = [cell.score for cell in own if cell is not None and cell.score is not None]
             if len(values) < 2:
                 continue
             ends = t_interval(values, bounds=(0.0, 1.0), confidence=CONFIDENCE) if len(values) > 2 else None

@@ -58,6 +58,22 @@ def test_any_file_is_read_by_the_places_of_its_values(tmp_path: Path) -> None:
     assert accepted(answers[0]) == ("2",)
 
 
+def test_scores_in_cells_of_text_are_read_and_what_is_no_score_is_counted(tmp_path: Path) -> None:
+    """A cell of CSV is text. A score that was asked for and cannot be read must not be dropped in silence."""
+    places = places_in("question=q answer=a response=r score=ok")
+    file = tmp_path / "mine.csv"
+    file.write_text("q,a,r,ok\n1+1?,2,2,1\n1+2?,3,4,0.0\n1+3?,4,4,True\n1+4?,5,5,\n1+5?,6,6,0.7\n")
+    rows = list(foreign_answers(file, places=places).read())
+    assert scores_of([row for row in rows if isinstance(row, Generation)]) == [1.0, 0.0, 1.0, None]
+    assert [row.reason for row in rows if isinstance(row, UnreadRow)] == [
+        "ok: '0.7' is neither 0 nor 1, true nor false; leave score= out"
+    ]
+    lists = written(tmp_path / "lists.jsonl", {"q": "1+1?", "a": "2", "r": ["2", "3"], "ok": [1]})
+    (unread,) = foreign_answers(lists, places=places).read()
+    assert isinstance(unread, UnreadRow)
+    assert unread.reason == "ok: 1 scores for 2 answers"
+
+
 def test_a_place_may_hold_one_text_a_list_or_a_conversation(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     for name, value, said in (("text", "2", ["2"]), ("list", ["2", "3"], ["2", "3"]), ("chat", chat, ["2"]),

@@ -48,6 +48,12 @@ def test_scores_of_other_benchmarks_fail(tmp_path: Path) -> None:
     assert (result.verdict, result.comparisons) == ("failed", ())
 
 
+def test_one_evaluation_is_no_comparison(tmp_path: Path) -> None:
+    old = scored(tmp_path / "a", a=[EASY] * 50)
+    with pytest.raises(ConfigError, match="both are the same evaluation, a: there is nothing to compare"):
+        gate(GatePolicy(), old, tmp_path / "b" / ".." / "a")
+
+
 def test_a_policy_is_checked_with_its_file_and_key(tmp_path: Path) -> None:
     file = tmp_path / "gate.toml"
     file.write_text('[tiers]\naime24 = "vital"\n')

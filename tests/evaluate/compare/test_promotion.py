@@ -292,6 +292,22 @@ def test_another_machine_or_number_of_samples_is_no_reason_against_a_comparison(
     assert failed(decided(tmp_path, new, old)) == []
 
 
+def test_two_models_of_one_server_are_compared_and_another_temperature_is_not(tmp_path: Path) -> None:
+    """The name of a served model says which it is; the address and its price are no decoding either."""
+
+    def served(model: str, port: int, temperature: float = 0.6) -> EvaluateConfig:
+        engine = {"kind": "served", "model": model, "base_url": f"http://127.0.0.1:{port}/v1"}
+        return EvaluateConfig.model_validate({"engine": engine, "sampling": {"temperature": temperature}})
+
+    old = scored(tmp_path / "old", served("teacher-7b", 8000), a=[HARD] * 50)
+    new = scored(tmp_path / "new", served("teacher-32b", 8001), a=[EASY] * 50)
+    warm = scored(tmp_path / "warm", served("teacher-32b", 8001, 0.9), a=[EASY] * 50)
+    decision = decided(tmp_path, new, old)
+    assert failed(decision) == []
+    assert [c.is_same_decoding for c in decision.comparisons] == [True]
+    assert not are_comparable(warm, old)
+
+
 def test_without_a_champion_and_without_another_model_the_rule_must_say_that_any_will_do(tmp_path: Path) -> None:
     new = scored(tmp_path / "new", a=[EASY] * 50)
     assert failed(decided(tmp_path, new, None)) == [("better", "")]

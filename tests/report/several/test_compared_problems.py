@@ -138,6 +138,16 @@ def test_runs_that_differ_in_their_seed_alone_are_pooled(tmp_path: Path) -> None
     assert (pool.label, pool.spread, pool.interval) == ("toy, lr \u2013", "12.5", "31.4 to 93.6")
 
 
+def test_a_model_that_runs_share_is_not_pooled_over_their_seeds(tmp_path: Path) -> None:
+    """Its one score three times would have a spread of zero, as if seeds did not matter."""
+    shared = evaluation(tmp_path, answers(["RW", "WW"]), stage="evaluate_sft", model="sft")
+    reports = []
+    for seed, rows in enumerate((["RR", "WW"], ["RR", "RW"], ["RR", "RR"])):
+        own = {"evaluate_sft": shared, "evaluate_rl": evaluation(tmp_path, answers(rows), seed=seed)}
+        reports.append(published_report(tmp_path, own, {"name": "toy", "seed": seed}))
+    assert [(row.maker, len(row.scores)) for row in compared(tmp_path, *reports).seeds] == [("rl", 3)]
+
+
 def test_what_a_point_of_gain_took_stands_below_the_times(tmp_path: Path) -> None:
     first = run(tmp_path / "a", ["RRRR", "RRWW"], before=["WWWW", "RRWW"])  # 25 to 75 %
     second = run(tmp_path / "b", ["RRRR", "WWWW"], before=["RRRR", "WWWW"], seed=1)  # no gain
