@@ -53,7 +53,7 @@ _MAX_SETTINGS = 12
 
 
 def compare(which: Sequence[str], *, root: Path, out: Path | None) -> None:
-    """Compare runs, each named as `klear runs` prints it, by an artifact of it, or by its workspace (the newest run)."""
+    """Compare runs, each named as `klear runs` prints it, by an artifact, or by its workspace (the newest run)."""
     if len(which) < 2:
         raise ConfigError(f"klear compare {' '.join(which)}: name at least two runs")
     if out is not None:

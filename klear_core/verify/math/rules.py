@@ -49,7 +49,7 @@ _EITHER = re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*OR\s*\}")
 _POINT_NAME = re.compile(r"^[A-Z]'?\s*=?\s*(?=\([^()]*,[^()]*\)$)")
 _UNIT_VECTOR = re.compile(r"\\(?:hat|vec|bar|overrightarrow)\s*\{?\s*(?:\\)?([ijk])(?:math)?\s*\}?")
 _VECTOR_TERM = re.compile(
-    r"([+-]?)((?:\d+(?:\.\d+)?|\\frac\{[^{}]*\}\{[^{}]*\}|\\sqrt\{[^{}]*\}|[a-hl-z]|\([^()]*\))*)\*?([ijk])(?![a-z])"
+    r"([+-]?)((?:[\da-hl-z.]|\\frac\{[^{}]*\}\{[^{}]*\}|\\sqrt\{[^{}]*\}|\([^()]*\))*)\*?([ijk])(?![a-z])"
 )
 """A coefficient and a unit vector."""
 _VECTOR = re.compile(r"\\begin\{([pbvB]?matrix)\}((?:(?!\\begin).)*)\\end\{\1\}", re.S)
@@ -231,13 +231,15 @@ def _with_same_vectors(gold: str, answer: str) -> tuple[str, str]:
 
 def _in_components(text: str, *, least: int) -> str | None:
     """Return `3i-4j` as `(3,-4)`, with at least so many components; None for what is no sum of unit vectors."""
+    if "i" not in text or "j" not in text:
+        return None  # `3+4i` is a complex number
     plain = _UNIT_VECTOR.sub(r"\1", text).replace(" ", "")
     terms = list(_VECTOR_TERM.finditer(plain))
     if "".join(term[0] for term in terms) != plain:
         return None
     parts = {term[3]: f"{term[1].strip('+')}{term[2] or 1}" for term in terms}
     if len(parts) < len(terms) or not {"i", "j"} <= parts.keys():
-        return None  # `3+4i` is a complex number
+        return None
     names = "ijk" if "k" in parts or least > len("ij") else "ij"
     return f"({','.join(parts.get(name, '0') for name in names)})"
 
