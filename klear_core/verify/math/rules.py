@@ -289,6 +289,9 @@ def _word_verdict(gold: str, answer: str) -> bool | None:
         # `4:30` may be either half of the day.
         same_half = not (gold_half and half) or gold_half == half
         return (gold_hour, *clock[1:3]) == (hour, int(given[2] or 0), int(given[3] or 0)) and same_half
+    clock = _clock_time(answer)
+    if clock is not None and not clock[3] and _is_duration(gold, clock[:3]):
+        return True
     words, given_words = _unwrap(gold), _unwrap(answer)
     if _NAME_OF_LETTERS.fullmatch(words) and words.lower() not in _SHORT_WORDS:
         # Letters in capitals are a name (`SWS`, a segment AB), not a product; a name has one order.
