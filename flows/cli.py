@@ -19,7 +19,7 @@ from rich.table import Table
 from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, show, sweep, ui
 from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
 from flows.run_commands import disk, gc, runs
-from klear_core.errors import ConfigError, KlearError, chain_of
+from klear_core.errors import ConfigError, KlearError, chain_of, meant
 from klear_core.stopping import LIMIT_STATUS, REQUEUE_STATUS, LimitReached, Requeued
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def bench(
         raise ConfigError(f"klear bench needs a checkout of the repository: there is no {_BENCHMARKS}")
     files = {path.stem.removeprefix("bench_"): path for path in sorted(_BENCHMARKS.rglob("bench_*.py"))}
     if name not in files:
-        raise ConfigError(f"no benchmark {name!r}; there are: {', '.join(files)}")
+        raise ConfigError(f"no benchmark {name!r}; {meant(name, [*files], 'benchmarks')}")
     measure = runpy.run_path(str(files[name]))["measure"]
     options = {} if model is None else {"model": model}
     if options and "model" not in signature(measure).parameters:

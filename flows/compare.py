@@ -23,6 +23,7 @@ from klear_core.artifacts.hub import require_token, upload
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.model_files import CARD
 from klear_core.artifacts.remote_paths import store_of
+from klear_core.artifacts.run_history import RunHistory
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import explained, toml_value
 from klear_core.config.losses import GPPO_PRESETS, LOSS_KINDS, GppoConfig, LossConfig
@@ -52,7 +53,7 @@ _MAX_SETTINGS = 12
 
 
 def compare(which: Sequence[str], *, root: Path, out: Path | None) -> None:
-    """Compare runs, each named by the fingerprint or folder of its report, or by its workspace (the newest run)."""
+    """Compare runs, each named as `klear runs` prints it, by an artifact, or by its workspace (the newest run)."""
     if len(which) < 2:
         raise ConfigError(f"klear compare {' '.join(which)}: name at least two runs")
     if out is not None:
@@ -96,6 +97,9 @@ def _find_report(which: str, root: Path) -> Path:
     workspace = path_of(which)
     if (workspace / "artifacts").is_dir():
         return find_artifact("report", workspace).absolute()
+    by_name = [run for run in RunHistory.of(root).records() if run.run_id.startswith(which) or run.name == which]
+    if by_name and by_name[0].report:
+        which = f"{ReportJob.kind}/{Path(by_name[0].report).parent.name}"
     artifact = find_artifact(which, root).absolute()
     own = read_manifest(artifact)
     if own.kind == ReportJob.kind:

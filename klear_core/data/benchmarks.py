@@ -283,17 +283,21 @@ _SHOWN_ELSEWHERE = (
     "attachment work detail page textbook"
 )
 _NO_ANSWER = (
-    r"(?:please |answer |solution |as )?(?:is )?(?:see|refer to|given|shown|explained|contained|found|described|as|in) ?"
+    r"(?:please |answer |solution |as )?(?:is )?"
+    r"(?:see|refer to|given|shown|explained|contained|found|described|as|in) ?"
     r"(?:in |on )?(?:the )?(?:attached |full |above |below |official )?"
     rf"(?:{_SHOWN_ELSEWHERE.replace(' ', '|')})s?(?: above| below| for details| pdf| file)?",
     rf"(?:solution|answer) in (?:the )?(?:{_SHOWN_ELSEWHERE.replace(' ', '|')})|as (?:shown|above|below|explained)",
-    r"n\s*/\s*a|n\.a|tbd|to ?do|\?+|(?:answer |solution )?(?:not |un)(?:applicable|available|given|provided|known)|null|nan",
+    r"n\s*/\s*a|n\.a|tbd|to ?do|\?+|null|nan",
+    r"(?:answer |solution )?(?:not |un)(?:applicable|available|given|provided|known)",
     r"no (?:answer|solution) (?:is )?(?:given|provided|available)|no answer|(?:the )?(?:answer|solution|response)s?:?",
-    r"(?:the )?(?:answer |solution |proof )?(?:is )?left (?:as an exercise )?(?:to|for) the reader|omitted|var(?:y|ies)",
+    r"(?:the )?(?:answer |solution |proof )?(?:is )?left (?:as an exercise )?(?:to|for) the reader",
+    r"omitted|var(?:y|ies)",
     r"(?:(?:the )?(?:answer|response|solution|result)s?)? ?(?:will|may|can|could|should|might) vary",
     r"(?:answer|response)s? var(?:y|ies)|(?:the )?(?:solution|answer|proof) (?:is )?omitted",
     r"(?:the )?proofs?(?: (?:by|using|of|is|completed?|required|follows|below|above|question|problem|needed).*)?",
-    r"prove (?:it|this|that .*|the .*)|this is a proof(?: (?:question|problem))?|(?:the )?(?:statement|claim) is pro(?:ved|ven)",
+    r"prove (?:it|this|that .*|the .*)|this is a proof(?: (?:question|problem))?",
+    r"(?:the )?(?:statement|claim) is pro(?:ved|ven)",
     r"[\w-]+\.(?:png|jpe?g|gif|svg|pdf)",
     r"(?:voir|cf|siehe|ver|véase|vedi|см|смотри)\.? (?:la |die |el |le |l')?"
     r"(?:solution|corrigé|figure|lösung|abbildung|solución|figura|soluzione|решение|рисунок)",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from stored_evaluations import RIGHT, evaluation, given_model, made_model, published_report, said, sample
+from test_runs import put, record
 
 from flows.compare import _find_report
 from flows.show import find_artifact, find_model
@@ -63,3 +64,11 @@ def test_a_run_is_compared_by_the_model_that_it_printed(tmp_path: Path) -> None:
     report = published_report(tmp_path, {"evaluate_rl": scored}, {"seed": 0})
     assert _find_report(f"{record.kind}/{record.fingerprint}", tmp_path) == report
     assert _find_report(str(report / "manifest.json"), tmp_path) == report
+
+
+def test_a_run_is_compared_by_its_id_or_name_as_klear_runs_prints_them(tmp_path: Path) -> None:
+    scored = evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
+    report = published_report(tmp_path, {"evaluate_rl": scored}, {"seed": 0})
+    put(tmp_path, record(7, report=str(report / "report.html")))
+    assert _find_report("00000007", tmp_path) == report
+    assert _find_report("smoke-seed7", tmp_path) == report

@@ -42,6 +42,9 @@ TEXTS = {
     "raised digits": "\\boxed{" + "²½" * 490 + "}",
     "letters and marks": "\\boxed{" + "B. " * 320 + "}",
     "bases": "\\boxed{" + "1_" * 490 + "}",
+    "unit vectors": "\\boxed{" + "1" * 980 + "ij}",
+    "vectors": "\\boxed{" + "1i+" * 300 + "j1}",
+    "decimal commas": "\\boxed{" + "1.111," * 160 + "}",
     "tags": "</think>" * 100_000,
 }
 

@@ -19,9 +19,10 @@ _FINISH_WORDS: tuple[tuple[TeacherFinish | Literal["interrupted"], str], ...] = 
     ("length", "length max limit truncat incomplete not_complete unfinished context window budget"),
     ("stop", "stop eos eot end im_end s$ complete done finish success normal"),
 )
-"""How a reply ended, by how a word in its reason begins; the first that fits counts (`stopped_by_length`). The words are
-those of OpenAI, Anthropic, Gemini, Mistral, Cohere, Together, TGI and others. A reply that the server gave up is
-interrupted: the same request may get a whole one."""
+"""How a reply ended, by how a word in its reason begins; the first that fits counts (`stopped_by_length`).
+
+They are those of OpenAI, Anthropic, Gemini, Mistral, Cohere, Together, TGI and others. A reply that the server gave up
+is interrupted: the same request may get a whole one."""
 _FINISH = [(finish, re.compile(f"(?:^|_)(?:{'|'.join(words.split())})")) for finish, words in _FINISH_WORDS]
 REASONING_FIELDS = (
     "reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks", "reasoning_text", "thoughts",

@@ -18,6 +18,7 @@ from klear_core.verify.math.numbers import (
     join_thousands,
     read_angles,
     read_conjugates,
+    read_decimal_commas,
     read_mixed_numbers,
     read_repeating,
 )
@@ -124,6 +125,7 @@ def normalise(text: str, *, commas_separate: bool = False) -> str:
         return text
     text = on_one_line(plain_commands(plain_characters(text)))
     text = in_english(text)
+    text = read_decimal_commas(text)
     # Before spaces become plain ones: `1\\,000` is one number, `1 000` is none.
     text = join_thousands(text, in_lists=not commas_separate)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)

@@ -90,6 +90,11 @@ class Number:
     is_rounded: bool
 
 
+_COMMA_MONEY = re.compile(
+    r"(?<![\d.,])(\d{1,3}(?:\.\d{3})*|\d+),(\d\d)(?=\s*(?:\\(?:text|mathrm)\{)?\s*(?:€|EUR\b|euros?\b|CHF\b|zł|kr\b))"
+)
+
+
 def join_thousands(text: str, *, in_lists: bool = True) -> str:
     """Join groups of digits: 1,000 and 1\\,000 are one number. A plain comma in brackets separates: (12,102) is a pair.
 
@@ -111,6 +116,11 @@ def join_thousands(text: str, *, in_lists: bool = True) -> str:
 
     text = _DECIMAL_GROUPS.sub(join_decimals, _THOUSANDS.sub(join, text))
     return _DECIMAL_COMMA.sub(".", text)
+
+
+def read_decimal_commas(text: str) -> str:
+    """Return `7,20 €` as `7.20 €`: money of countries that write a decimal comma."""
+    return _COMMA_MONEY.sub(lambda m: f"{m[1].replace('.', '')}.{m[2]}", text) if "," in text else text
 
 
 def read_mixed_numbers(text: str) -> str:

@@ -17,6 +17,7 @@ from klear_core.verify.math.text_compare import (
     compare_values,
     in_digits,
 )
+from klear_core.verify.math.units import read_compound, read_unit
 from klear_core.verify.math.words import phrase_words, same_phrase
 
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -46,6 +47,11 @@ _READ_AS_LIST = re.compile(r",\s*(?:\\[,;:> ]|~)")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*\\?%")
 _EITHER = re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*OR\s*\}")
 _POINT_NAME = re.compile(r"^[A-Z]'?\s*=?\s*(?=\([^()]*,[^()]*\)$)")
+_UNIT_VECTOR = re.compile(r"\\(?:hat|vec|bar|overrightarrow)\s*\{?\s*(?:\\)?([ijk])(?:math)?\s*\}?")
+_VECTOR_TERM = re.compile(
+    r"([+-]?)((?:[\da-hl-z.]|\\frac\{[^{}]*\}\{[^{}]*\}|\\sqrt\{[^{}]*\}|\([^()]*\))*)\*?([ijk])(?![a-z])"
+)
+"""A coefficient and a unit vector."""
 _VECTOR = re.compile(r"\\begin\{([pbvB]?matrix)\}((?:(?!\\begin).)*)\\end\{\1\}", re.S)
 _TRANSPOSED = re.compile(
     r"^(\(.*,.*\)|\[.*,.*\])\s*\^\s*\{?\s*(?:\\(?:top|intercal)|\\(?:text|mathrm|mathsf)\s*\{?T\}?|T)\s*\}?$"
@@ -211,12 +217,31 @@ def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
 def _with_same_vectors(gold: str, answer: str) -> tuple[str, str]:
     """Write a row or column as a tuple where the other text is one; a row and a column stay apart."""
     texts = (_TRANSPOSED.sub(r"\1", gold), _TRANSPOSED.sub(r"\1", answer))
+    least = max(1 + len(re.findall(r"\\\\|&|,", text)) for text in texts)
+    sums = [_in_components(text, least=least) for text in texts]
+    if any(sums):
+        texts = (sums[0] or texts[0], sums[1] or texts[1])
     vectors = [_VECTOR.fullmatch(text) for text in texts]
     are_tuples = [re.fullmatch(r"\(.*,.*\)|\[.*,.*\]", text) is not None for text in texts]
     are_named = [vector is None and text.count("=") > 1 for vector, text in zip(vectors, texts, strict=True)]
     if any(vectors) and (any(are_tuples) or any(are_named)):
         return _as_tuple(texts[0]), _as_tuple(texts[1])
     return texts if all(are_tuples) else (gold, answer)
+
+
+def _in_components(text: str, *, least: int) -> str | None:
+    """Return `3i-4j` as `(3,-4)`, with at least so many components; None for what is no sum of unit vectors."""
+    if "i" not in text or "j" not in text:
+        return None  # `3+4i` is a complex number
+    plain = _UNIT_VECTOR.sub(r"\1", text).replace(" ", "")
+    terms = list(_VECTOR_TERM.finditer(plain))
+    if "".join(term[0] for term in terms) != plain:
+        return None
+    parts = {term[3]: f"{term[1].strip('+')}{term[2] or 1}" for term in terms}
+    if len(parts) < len(terms) or not {"i", "j"} <= parts.keys():
+        return None
+    names = "ijk" if "k" in parts or least > len("ij") else "ij"
+    return f"({','.join(parts.get(name, '0') for name in names)})"
 
 
 def _as_tuple(text: str) -> str:
@@ -256,7 +281,7 @@ def _word_verdict(gold: str, answer: str) -> bool | None:
     if clock is not None:
         given = _CLOCK.fullmatch(_clock_text(answer))
         if given is None:
-            return False
+            return not clock[3] and _is_duration(answer, clock[:3])
         hour, half = int(given[1]), (given[4] or "").lower()
         gold_hour, gold_half = clock[0], clock[3]
         if half or gold_half:  # `13:45` alone may be minutes and seconds
@@ -264,6 +289,9 @@ def _word_verdict(gold: str, answer: str) -> bool | None:
         # `4:30` may be either half of the day.
         same_half = not (gold_half and half) or gold_half == half
         return (gold_hour, *clock[1:3]) == (hour, int(given[2] or 0), int(given[3] or 0)) and same_half
+    clock = _clock_time(answer)
+    if clock is not None and not clock[3] and _is_duration(gold, clock[:3]):
+        return True
     words, given_words = _unwrap(gold), _unwrap(answer)
     if _NAME_OF_LETTERS.fullmatch(words) and words.lower() not in _SHORT_WORDS:
         # Letters in capitals are a name (`SWS`, a segment AB), not a product; a name has one order.
@@ -317,6 +345,15 @@ def _clock_time(text: str) -> tuple[int, int, int, str] | None:
     if match is None or not (match[2] or match[4]):
         return None
     return int(match[1]), int(match[2] or 0), int(match[3] or 0), (match[4] or "").lower()
+
+
+def _is_duration(text: str, parts: tuple[int, ...]) -> bool:
+    """Return whether a text has these hours and minutes, or minutes and seconds: `2 h 15 min` is 2:15."""
+    compound, seconds = read_compound(text), read_unit("s")
+    if compound is None or seconds is None or compound[1].dimensions != seconds.dimensions:
+        return False
+    numbers = [int(digits) for digits in re.findall(r"\d+", text)]
+    return numbers in (list(parts), list(parts[: len("hm")])) and not any(parts[len(numbers) :])
 
 
 def _in_halves(hour: int, half: str) -> tuple[int, str]:

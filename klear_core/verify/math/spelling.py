@@ -224,6 +224,9 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         ("<sup>", r"<sup>([^<>]*)</sup>", r"^{\1}"),
         ("<sub>", r"<sub>([^<>]*)</sub>", r"_{\1}"),
         ("<", rf"</?(?:{_TAGS})(?:\s[^<>]*)?/?>", " "),
+        # Words around a value
+        ("out of", r"^(\d+)\s*(?:\\text\s*\{)?\s*out of\s*\}?\s*(\d+)$", r"\\frac{\1}{\2}"),
+        ("answer", r"(?<=[\d})])\s*(?:\\text\s*\{)?\s*is (?:the|our|my) (?:final |correct )?answer\s*\}?\.?\s*$", ""),
         # A wide gap between named values is a comma.
         ("quad", r"(?<=[\w)}])\s*(?:\\,|~)*\s*\\q?quad\s*(?=\\?[a-zA-Z]\w*\s*=)", ", "),
     )

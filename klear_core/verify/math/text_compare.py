@@ -22,7 +22,16 @@ from klear_core.verify.math.relations import (
     read_statement,
     split_sides,
 )
-from klear_core.verify.math.units import NO_UNIT, Unit, is_glued_letter, read_compound, same_unit, split_unit, units_fit
+from klear_core.verify.math.units import (
+    NO_UNIT,
+    Unit,
+    cents_of,
+    is_glued_letter,
+    read_compound,
+    same_unit,
+    split_unit,
+    units_fit,
+)
 from klear_core.verify.math.variables import with_same_bound_names
 from klear_core.verify.math.words import ORDINALS
 
@@ -118,6 +127,7 @@ def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
     answer_is_product = is_glued_letter(answer, answer_value) and gold_unit == NO_UNIT and answer[-1] in gold
     if gold_is_product or answer_is_product:
         return gold, answer  # `2m` is twice m; it is two meters only against a plain reference `2`
+    gold_unit, answer_unit = cents_of(gold_unit, answer_unit), cents_of(answer_unit, gold_unit)
     if cfg.units == "strict" and not same_unit(gold_unit, answer_unit):
         return None
     if cfg.units == "compatible" and not units_fit(gold_unit, answer_unit):

@@ -191,6 +191,13 @@ def same_unit(gold: Unit, answer: Unit) -> bool:
     return (gold.dimensions, gold.size, gold.noun) == (answer.dimensions, answer.size, answer.noun)
 
 
+def cents_of(unit: Unit, other: Unit) -> Unit:
+    """Return the unit, or cents of euros for those of dollars where the other is euros."""
+    is_cent = unit.dimensions == (("dollar", 1),) and unit.size == Fraction(1, 100)
+    is_euro = other.dimensions == (("euro", 1),)
+    return Unit(dimensions=other.dimensions, size=other.size / 100, scale=unit.scale) if is_cent and is_euro else unit
+
+
 def units_fit(gold: Unit, answer: Unit) -> bool:
     """Return whether a value in one unit may equal one in the other: 5 apples are 5, but not 5 oranges or 5 cm."""
     if gold.noun and answer.noun and not _same_noun(gold.noun, answer.noun):
