@@ -226,12 +226,16 @@ def network_checks() -> Iterator[Check]:
 
 def report_checks(report: NetworkReport) -> Iterator[Check]:
     """Yield what there is to say about several nodes."""
+    name = f"network, {report.backend}"
+    if report.failure and not report.facts:
+        fix = "`ray status` says which GPUs other work holds, and which nodes are there: ask again when they are free"
+        yield Check(name=name, found=report.failure, is_good=False, is_fatal=True, fix=fix)
+        return
     for facts in report.facts:
         yield from (check for check in facts_checks(facts, node=facts.name) if not check.is_good)
     is_good = report.skew_s <= _MAX_SKEW_S
     fix = "" if is_good else "synchronise the clocks of all nodes (chrony): leases of a shared store go by them"
     yield Check(name="clocks", found=f"{report.skew_s:.2f} s apart at most", is_good=is_good, fix=fix)
-    name = f"network, {report.backend}"
     if report.failure:
         told = sorted({f"{k}={v}" for facts in report.facts for k, v in facts.environment.items()})
         fix = (

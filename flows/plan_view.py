@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from klear_core.cluster.placement import is_too_large_for_cpu
 from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
@@ -246,12 +247,16 @@ def _engine_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator
 def _kept_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
     """Yield a line for each training that has room for activations which it would compute again."""
     size, gpu_gb = planned_size(config.start_model), known_hardware(config.hardware).gpu_memory_gb
-    if size is None or gpu_gb is None:
+    if size is None:
         return
     for stage in stages:
         training = stage.job.training()
         if training is None or training.dtype != "bfloat16":
             continue
+        if gpu_gb is None:
+            if is_too_large_for_cpu(size.num_params):
+                yield "no GPU is known here: --set hardware.gpu_memory_gb=80 adds what fits, and the caches of engines"
+            return
         most = most_kept_layers(training, size, gpu_gb)
         if most > training.runtime.keep_layers:
             # The second forward pass is a quarter of an update's work.

@@ -13,7 +13,8 @@ KlearError
 ├── RewardError                    a reward of the user's own fails too often
 ├── TeacherError                   the teacher cannot be reached, or its replies cannot be read
 └── TrainingError                  training cannot continue (non-finite steps, a stall, a dead worker)
-    └── CollapseError              most answers of the policy have become useless
+    ├── CollapseError              most answers of the policy have become useless
+    └── EngineMismatchError        engine and learner compute other log-probs, and that is refused
 
 An error with `is_permanent` would fail again: it is not retried.
 """
@@ -100,6 +101,12 @@ class TrainingError(KlearError):
 
 class CollapseError(TrainingError):
     """Most answers of the policy have become useless; the message names what they lack, the limit and the remedy."""
+
+    is_permanent = True
+
+
+class EngineMismatchError(TrainingError):
+    """Engine and learner compute other log-probs of the initial model; the message has the distance and the remedy."""
 
     is_permanent = True
 

@@ -344,7 +344,7 @@ def _reason(error: BaseException) -> str:
     """Return why an actor died, from the text that Ray has for it."""
     text = " ".join(str(error).split())
     if isinstance(error, OutOfMemoryError):
-        return "Ray killed it because its node ran out of memory"
+        return "Ray killed it because its node ran out of memory; fewer ranks, engines or judges there need less"
     node = re.search(r"its node has died\. Node Id: \w+ (.*)", text)
     if node:
         return f"its node died ({node[1]})"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from klear_core.cluster.nodes import bind_to_node_address, ray_nodes
@@ -130,14 +131,21 @@ class NetworkReport:
     failure: str
 
 
-def try_network() -> NetworkReport:
-    """Try all nodes of the cluster that this process is connected to: over NCCL if two have GPUs, else over gloo."""
+def try_network(start_s: float = _TIMEOUT_S) -> NetworkReport:
+    """Try all nodes of the cluster that this process is connected to: over NCCL if two have GPUs, else over gloo.
+
+    A node on which no process has started after `start_s` is a failure, and nothing is exchanged.
+    """
     nodes = ray_nodes()
     with_gpus = [node for node in nodes if node.num_gpus]
     backend: Literal["nccl", "gloo"] = "nccl" if len(with_gpus) > 1 else "gloo"
     chosen = (with_gpus if backend == "nccl" else nodes)[:_MOST_NODES]
     probes = [_probe(node, has_gpu=backend == "nccl") for node in chosen]
     try:
+        absent = _absent(chosen, probes, start_s)
+        if absent:
+            failure = f"no process has started within {start_s:g} s on {', '.join(absent)}"
+            return NetworkReport(backend=backend, facts=(), skew_s=0.0, exchange=None, failure=failure)
         facts, skew_s = _facts(probes)
         if len(probes) < 2:
             return NetworkReport(backend=backend, facts=facts, skew_s=skew_s, exchange=None, failure="")
@@ -162,9 +170,21 @@ def _probe(node: Node, *, has_gpu: bool) -> Any:
     return ray.remote(**options)(NodeProbe).remote()
 
 
+def _absent(nodes: Sequence[Node], probes: Sequence[Any], start_s: float) -> list[str]:
+    """Return the names of the nodes whose process does not start in time: its GPU is taken, or the node is lost."""
+    asked = [probe.__ray_ready__.remote() for probe in probes]
+    ray.wait(asked, num_returns=len(asked), timeout=start_s)
+    names = []
+    for node, answer in zip(nodes, asked, strict=True):
+        try:
+            ray.get(answer, timeout=0)
+        except RayError:  # a timeout, too
+            names.append(node.name)
+    return names
+
+
 def _facts(probes: Sequence[Any]) -> tuple[tuple[NodeFacts, ...], float]:
     """Return the facts of all nodes and the largest skew of their clocks."""
-    ray.get([probe.facts.remote() for probe in probes], timeout=_TIMEOUT_S)  # the processes start
     facts, skews = [], []
     for probe in probes:
         before = time.time()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.verify import VerifyConfig
-from klear_core.errors import TrainingError
+from klear_core.errors import EngineMismatchError, TrainingError
 from klear_core.generate.engine import SamplingParams, SleepingEngine, TrainableEngine, WeightSource
 from klear_core.hf_config import read_hf_config
 from klear_core.prompts import load_tokenizer, render_prompt
@@ -219,7 +219,8 @@ rounding a logit of 16 alone moves it by up to 0.06.
 async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: RlSetup) -> str:
     """Return a note for the manifest if engine and learner disagree; empty if they agree, or if the check is off.
 
-    Raise TrainingError if they disagree and `runtime.engine_check` is `refuse`, or if the engines do not answer.
+    Raise EngineMismatchError if they disagree and `runtime.engine_check` is `refuse` or the engine has settings that
+    must be proved, TrainingError if the engines do not answer.
     """
     cfg = setup.cfg
     if cfg.runtime.engine_check == "off":
@@ -254,7 +255,7 @@ async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: R
         f"{allowed:g} are allowed: {allowed_note}"
     )
     if is_refused:
-        raise TrainingError(f'{note} (runtime.engine_check = "{cfg.runtime.engine_check}")')
+        raise EngineMismatchError(f'{note} (runtime.engine_check = "{cfg.runtime.engine_check}")')
     log.warning("%s", note)
     return note
 

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -62,6 +63,17 @@ def test_every_profile_of_the_repository_can_be_planned(klear, monkeypatch, tmp_
     assert planned.status == 0, planned.err
     assert "valid" in planned.out
     assert "tokens, at most" in planned.out
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="a GPU is known here")
+def test_a_plan_for_gpus_made_where_there_is_none_says_how_to_see_what_fits(klear, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    where = ("plan", "configs/klear_8b", "--only", "rl", "--set", f"workspace.root={tmp_path}")
+    assert "--set hardware.gpu_memory_gb=80 adds what fits" in klear(*where).out
+    there = klear(*where, "--set", "hardware.gpu_memory_gb=80").out
+    assert "adds what fits" not in there
+    assert "rl.runtime: keep_layers = 26 fits, of 36 layers" in there
 
 
 def test_a_profile_of_the_repository_goes_by_its_name_from_anywhere(klear, tmp_path, monkeypatch):

@@ -183,6 +183,13 @@ def test_a_network_that_does_not_connect_names_the_variables_that_are_set():
     assert all(map(is_answered, checks.values()))
 
 
+def test_nodes_whose_gpus_other_work_holds_are_named():
+    busy = report(exchange=None, facts=(), skew_s=0.0, failure="no process has started within 120 s on 10.0.0.5")
+    checks = {check.name: check for check in report_checks(busy)}
+    assert "10.0.0.5" in checks["network, nccl"].found
+    assert "`ray status`" in checks["network, nccl"].fix
+
+
 def test_a_slow_network_is_no_failure_and_has_a_remedy():
     slow = {
         c.name: c for c in report_checks(report(exchange=Exchange(all_reduce_s=2, broadcast_s=1, num_bytes=1 << 28)))

@@ -94,8 +94,9 @@ def test_an_engine_that_agrees_or_that_is_not_checked_gets_no_note(base: Path, t
 
 
 def test_training_with_an_engine_that_disagrees_can_be_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"9 nats per token.*engine_check = .refuse."):
+    with pytest.raises(TrainingError, match=r"9 nats per token.*engine_check = .refuse.") as refused:
         checked(base, tmp_path, lambda logp: logp - 9, config("refuse"))
+    assert refused.value.is_permanent  # the next attempt would load 8B again, and find the same
 
 
 def test_one_question_fills_the_window_but_for_its_answer(base: Path, tmp_path: Path) -> None:
