@@ -174,7 +174,7 @@ def prefect_refusals() -> Iterator[None]:
 
 
 def check_prefect_access() -> None:
-    """Raise ConfigError unless Prefect's client may use the server: it sends the password and checks the certificate."""
+    """Raise ConfigError unless the server takes the password of Prefect's client, which checks its certificate too."""
     from prefect.client.orchestration import get_client
 
     with prefect_refusals(), get_client(sync_client=True) as client:
