@@ -18,7 +18,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.environment import LOGGERS, PipelineResult, StageSelection, page_of, prepare_environment
-from flows.servers import check_prefect, check_ray, check_store, check_tracking, is_temporary_server, own_server
+from flows.servers import (
+    check_prefect,
+    check_prefect_access,
+    check_ray,
+    check_store,
+    check_tracking,
+    is_temporary_server,
+    own_server,
+)
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import ReportJob, RlJob
@@ -81,6 +89,8 @@ def prefect_run(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunC
         server.wait_until_ready()
         with reporting("runs that were killed are not shown as Crashed"):
             close_killed_runs()
+    else:
+        check_prefect_access()
     console = RunConsole()
     try:
         with shown_on(console):

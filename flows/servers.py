@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,6 +156,29 @@ def check_prefect(
         raise ConfigError(
             f"PREFECT_API_URL: {_host_of(url)} answers with a web page; the API's address usually ends in /api"
         )
+
+
+@contextmanager
+def prefect_refusals() -> Iterator[None]:
+    """Raise ConfigError with what Prefect's client says of a server that answers: a wrong password or certificate."""
+    import httpx
+
+    try:
+        yield
+    except httpx.HTTPStatusError as e:
+        remedy = "; set PREFECT_API_AUTH_STRING" if e.response.status_code == httpx.codes.UNAUTHORIZED else ""
+        raise ConfigError(f"PREFECT_API_URL: that server answers with {e.response.status_code}{remedy}") from e
+    except httpx.ConnectError as e:
+        remedy = "; SSL_CERT_FILE names the certificate of your authority" if "CERTIFICATE" in str(e) else ""
+        raise ConfigError(f"PREFECT_API_URL: {e}{remedy}") from e
+
+
+def check_prefect_access() -> None:
+    """Raise ConfigError unless the server takes the password of Prefect's client, which checks its certificate too."""
+    from prefect.client.orchestration import get_client
+
+    with prefect_refusals(), get_client(sync_client=True) as client:
+        client.api_version()
 
 
 def check_tracking(workspace: WorkspaceConfig) -> None:

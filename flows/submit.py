@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import assert_never
 
-import httpx
 import typer
 import yaml
 from prefect.client.orchestration import get_client
@@ -28,7 +27,7 @@ from pydantic import ValidationError
 from flows.environment import StageSelection
 from flows.plan_view import show_plan
 from flows.retraining import gated
-from flows.servers import check_prefect
+from flows.servers import check_prefect, prefect_refusals
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.submit import KubeTarget, SubmitConfig
 from klear_core.errors import ConfigError, KlearError, ResourceError
@@ -178,17 +177,10 @@ def _require_receiver(target: Target, submit: SubmitConfig) -> None:
 
 def _require_pool(submit: SubmitConfig) -> None:
     """Raise ConfigError unless Prefect's server has the work pool, of the right type, and the work queue."""
-    try:
-        with get_client(sync_client=True) as client:
-            pools = {pool.name: pool for pool in client.read_work_pools(limit=200)}
-            pool = pools.get(submit.queue)
-            queues = {queue.name for queue in client.read_work_queues(work_pool_name=pool.name)} if pool else set()
-    except httpx.HTTPStatusError as e:
-        remedy = "; set PREFECT_API_AUTH_STRING" if e.response.status_code == httpx.codes.UNAUTHORIZED else ""
-        raise ConfigError(f"PREFECT_API_URL: that server answers with {e.response.status_code}{remedy}") from e
-    except httpx.ConnectError as e:  # it has answered a moment ago, without a check of its certificate
-        remedy = "; SSL_CERT_FILE names the certificate of your authority" if "CERTIFICATE" in str(e) else ""
-        raise ConfigError(f"PREFECT_API_URL: {e}{remedy}") from e
+    with prefect_refusals(), get_client(sync_client=True) as client:
+        pools = {pool.name: pool for pool in client.read_work_pools(limit=200)}
+        pool = pools.get(submit.queue)
+        queues = {queue.name for queue in client.read_work_queues(work_pool_name=pool.name)} if pool else set()
     if pool is None:
         there = ", ".join(sorted(pools)) or "none"
         raise ConfigError(f"workspace.submit.queue = {submit.queue!r}: no work pool; there are: {there}")

@@ -24,6 +24,7 @@ from prefect.settings import (
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.servers import check_prefect_access
 from klear_core.errors import ConfigError, ResourceError
 
 DOCKER = ("prefect.pool=docker", "image=klear")
@@ -270,7 +271,8 @@ class PrefectPools(BaseHTTPRequestHandler):
     status = 200
 
     def do_GET(self) -> None:
-        self.reply(True, status=404 if "csrf" in self.path else 200)
+        status = self.status if "admin" in self.path else 200
+        self.reply(True, status=404 if "csrf" in self.path else status)
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -327,6 +329,8 @@ def test_a_prefect_server_that_wants_a_password_is_told_in_one_line(tmp_path, mo
     monkeypatch.setattr(PrefectPools, "status", 401)
     with served(PrefectPools, monkeypatch), pytest.raises(ConfigError, match=r"with 401; set PREFECT_API_AUTH_STRING$"):
         submitted(tmp_path / "runs", "smoke", "--to", "prefect", "--queue", "dock")
+    with served(PrefectPools, monkeypatch), pytest.raises(ConfigError, match=r"with 401; set PREFECT_API_AUTH_STRING$"):
+        check_prefect_access()  # as `klear run` does
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")

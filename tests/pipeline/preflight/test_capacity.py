@@ -282,6 +282,6 @@ def test_a_run_that_was_submitted_with_no_capacity_waits_for_the_nodes_that_it_a
     require_asked_nodes(asked, [node, small, node])
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     waits = [f"workspace.root={tmp_path}", "workspace.submit.retry=['no-capacity']", "workspace.submit.retry_for=1s"]
-    with pytest.raises(ResourceError, match="127.0.0.1:1 does not answer"):
+    with pytest.raises(ResourceError, match=r"127\.0\.0\.1:1 does not answer"):
         require_ready(load_profile(CONFIGS / "smoke", waits), ["sft"])
     assert "waiting up to 1 s for nodes of the Ray cluster" in caplog.text
