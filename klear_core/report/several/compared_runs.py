@@ -339,7 +339,12 @@ def _per_point(runs: Sequence[ComparedRun]) -> Iterator[CostRow]:
     yield CostRow(stage="gain, first to last model", cells=tuple(NONE if g is None else points(g) for g in gains))
     seconds = [sum(stage.manifest.wall_s for stage in run.stages) for run in runs]
     tokens = [sum(stage.manifest.counts.get("sampled_tokens", 0) for stage in run.stages) for run in runs]
-    amounts_of = {"GPU-hours": hours, "price": costs, "time": seconds, "tokens sampled by RL": tokens}
+    amounts_of: dict[str, Sequence[float | None]] = {
+        "GPU-hours": hours,
+        "price": costs,
+        "time": seconds,
+        "tokens sampled by RL": tokens,
+    }
     for what, amounts in amounts_of.items():
         cells = []
         for amount, gain in zip(amounts, gains, strict=True):
