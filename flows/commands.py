@@ -140,7 +140,7 @@ def gate(
     is_json: Annotated[bool, typer.Option("--json", help="Print the verdict and its figures as JSON.")] = False,
     root: Root = Path("runs"),
 ) -> None:
-    """Check that an evaluation is no worse than another one. Exit status: 0 passed, 1 failed, 3 inconclusive, 2 no verdict.
+    """Check that an evaluation is no worse than another one. Exit status: 0 passed, 1 failed, 3 inconclusive, 2 error.
 
     klear gate sft rl
 

@@ -114,9 +114,7 @@ def _is_address(model: str) -> bool:
 def _served(asked: Asked) -> dict[str, Any]:
     """Return the engine that is a server at the address asked for."""
     if not asked.model_name:
-        raise ConfigError(
-            f"{asked.model} is a server: name its model, --model NAME, as {asked.model}/models lists it"
-        )
+        raise ConfigError(f"{asked.model} is a server: name its model, --model NAME, as {asked.model}/models lists it")
     if asked.engine != "auto":
         raise ConfigError(f"--engine {asked.engine}: the model at {asked.model} is served there, by whatever engine")
     return {"kind": "served", "base_url": asked.model, "model": asked.model_name}

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from klear_command import Klear
 
+from flows.compare import gate_evaluations
 from klear_core.config.pipeline import PromoteConfig, WorkspaceConfig
+from klear_core.errors import ConfigError
 from klear_core.evaluate.compare.promotion import DECISION_FILE, Check, Contender, Decision
 from tasks.model_registry import Promotion, open_registry
 
@@ -81,3 +83,12 @@ def test_the_champion_is_shown_with_its_evidence_and_rolled_back_for_a_reason(kl
     ended = klear("rollback", "--why", "again", "--root", tracked)
     assert ended.status == 2
     assert "has no former champion to go back to: it was the first" in ended.err
+
+
+def test_a_gate_on_an_evaluation_that_is_not_there_fails_nobody_and_spends_no_look(tmp_path: Path) -> None:
+    """A ConfigError ends with status 2; 1 would say that the model failed."""
+    policy = tmp_path / "gate.toml"
+    policy.write_text("looks = [0.5, 1]\n")
+    with pytest.raises(ConfigError, match="sft"):
+        gate_evaluations("sft", "rl", policy, is_json=False, root=tmp_path / "runs")
+    assert not (tmp_path / "runs" / "gates").exists()

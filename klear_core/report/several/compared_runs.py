@@ -338,17 +338,26 @@ def _per_point(runs: Sequence[ComparedRun]) -> Iterator[CostRow]:
         return
     yield CostRow(stage="gain, first to last model", cells=tuple(NONE if g is None else points(g) for g in gains))
     seconds = [sum(stage.manifest.wall_s for stage in run.stages) for run in runs]
-    for what, amounts in (("GPU-hours", hours), ("price", costs), ("seconds", seconds)):
+    tokens = [sum(stage.manifest.counts.get("sampled_tokens", 0) for stage in run.stages) for run in runs]
+    amounts_of: dict[str, Sequence[float | None]] = {
+        "GPU-hours": hours,
+        "price": costs,
+        "time": seconds,
+        "tokens sampled by RL": tokens,
+    }
+    for what, amounts in amounts_of.items():
         cells = []
         for amount, gain in zip(amounts, gains, strict=True):
             is_known = amount and gain is not None and gain > 0
             cells.append(_amount(what, amount / (100 * gain)) if is_known and amount and gain else NONE)
         if any(cell != NONE for cell in cells):
-            yield CostRow(stage=f"{'time' if what == 'seconds' else what} per point", cells=tuple(cells))
+            yield CostRow(stage=f"{what} per point", cells=tuple(cells))
 
 
 def _amount(what: str, amount: float) -> str:
-    return duration(amount) if what == "seconds" else f"{amount:,.2f}"
+    if what == "time":
+        return duration(amount)
+    return f"{amount:,.0f}" if what.startswith("tokens") else f"{amount:,.2f}"
 
 
 def _record_of(run: ComparedRun) -> RunRecord | None:

@@ -13,7 +13,7 @@ from stored_evaluations import RIGHT, UNJUDGED, WRONG, evaluation, published_rep
 from klear_core.evaluate.counts import write_clusters
 from klear_core.evaluate.stats.significance import detectable_by
 from klear_core.report.charts import Series, line_chart
-from klear_core.report.several.compared_runs import read_run
+from klear_core.report.several.compared_runs import cost_rows, read_run
 from klear_core.report.several.comparison import COMPARISON_PAGE, RunComparison, compare_runs
 from klear_core.report.several.problems import PROBLEMS_TABLE, level_of
 from klear_core.scores import Range
@@ -154,6 +154,18 @@ def test_what_a_point_of_gain_took_stands_below_the_times(tmp_path: Path) -> Non
     costs = {row.stage: row.cells for row in compared(tmp_path, first, second).costs}
     assert costs["gain, first to last model"] == ("+50.0", "+0.0")
     assert costs["time per point"] == ("0.1\u00a0s", "\u2013")  # four stages of 1 s
+    assert "tokens sampled by RL per point" not in costs
+
+
+def test_tokens_that_rl_sampled_are_divided_by_the_points_gained(tmp_path: Path) -> None:
+    ran = read_run(run(tmp_path / "a", ["RRRR", "RRWW"], before=["WWWW", "RRWW"]))  # +50 points
+    stages = tuple(
+        replace(stage, manifest=stage.manifest.model_copy(update={"counts": {"sampled_tokens": 92_050}}))
+        if stage.name == "rl" else stage
+        for stage in ran.stages
+    )  # fmt: skip
+    costs = {row.stage: row.cells for row in cost_rows([replace(ran, stages=stages)])}
+    assert costs["tokens sampled by RL per point"] == ("1,841",)
 
 
 def test_the_change_that_could_be_shown_is_the_interval_s_half_width_and_the_power_s_quantile_more() -> None:
