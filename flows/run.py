@@ -42,7 +42,7 @@ from tasks.progress import Console as StageConsole
 from tasks.tracking import RunInfo, report_inputs
 
 if TYPE_CHECKING:
-    from klear_core.report.run.data import ReportInputs
+    from klear_core.report.run.facts import ReportInputs
 
 
 def carry_out(config: PipelineConfig, selection: StageSelection) -> None:
@@ -162,7 +162,7 @@ def intact_artifacts(config: PipelineConfig, chosen: Sequence[str]) -> dict[str,
 def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int) -> None:
     """Print the scores, warnings, the report's path, and commands to inspect the run and ask its model."""
     from flows.show import name_of
-    from klear_core.report.run.data import read_facts
+    from klear_core.report.run.facts import read_facts
     from klear_core.report.run.final_table import score_table
     from klear_core.report.run.shown_answers import product_of
 

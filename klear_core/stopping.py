@@ -120,8 +120,8 @@ def signals_held() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in held[:1]:
-            signal.raise_signal(number)
+        if held:
+            signal.raise_signal(held[0])
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,7 +153,8 @@ def _is_one_on_this_cpu(runtime: TrainRuntime) -> bool:
 def ray_session(needs: Needs) -> Iterator[None]:
     """Connect to the cluster at RAY_ADDRESS, which stays up, or start one that ends with the block.
 
-    A cluster started here also ends if this process is killed. ResourceError if Ray cannot start or has too few CPUs.
+    A cluster started here also ends if this process is killed; its logs are deleted unless the block raises.
+    ResourceError if Ray cannot start or has too few CPUs.
     """
     os.environ.update({k: v for k, v in _QUIET.items() if k not in os.environ})
     address = os.environ.get("RAY_ADDRESS")
@@ -164,13 +166,15 @@ def ray_session(needs: Needs) -> Iterator[None]:
     with no_orphans(), ray_messages_logged():
         try:
             with sigterm_handler_kept(), _sigusr1_blocked():
-                _init(address, needs)
+                logs = _init(address, needs)
             when_there(lambda: _check_cpus(ray.cluster_resources(), needs, where=where), wait_s=needs.wait_s)
             _gpus_of_cluster[:] = [int(ray.cluster_resources().get("GPU", 0))]
             yield
         finally:
             with sigterm_handler_kept():
                 ray.shutdown()
+        if logs is not None:
+            shutil.rmtree(logs, ignore_errors=True)  # Ray itself deletes none: some 60 files a session
 
 
 _gpus_of_cluster: list[int] = []
@@ -182,7 +186,8 @@ def gpus_in_reach() -> int:
     return _gpus_of_cluster[0] if _gpus_of_cluster else gpus_here()
 
 
-def _init(address: str | None, needs: Needs) -> None:
+def _init(address: str | None, needs: Needs) -> Path | None:
+    """Connect to the cluster, or start one here; return the folder of the logs of the latter."""
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
@@ -193,14 +198,15 @@ def _init(address: str | None, needs: Needs) -> None:
     try:
         if address:
             ray.init(address=address, **quiet)
-        else:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                object_store_memory=needs.object_store_bytes,
-                include_dashboard=False,
-                **quiet,
-            )
+            return None
+        started = ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            object_store_memory=needs.object_store_bytes,
+            include_dashboard=False,
+            **quiet,
+        )
+        return Path(started.address_info["session_dir"])
     except Exception as e:  # a node that takes Ray's 30 s to start, on a busy machine, is a bare Exception
         if address:
             raise cannot_join(address, e) from e

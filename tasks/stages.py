@@ -356,7 +356,7 @@ def report_failure(
     """Write the report of a failed run. The first of the `unfinished` stages failed with `trouble`; none followed
     it."""
     from klear_core.report.run.build import build_report
-    from klear_core.report.run.data import StageFolder
+    from klear_core.report.run.facts import StageFolder
 
     failed, *not_reached = unfinished
     own = fingerprints_of(with_inputs(stages_of(config), [failed.name]), info.workspace)[failed.name]

@@ -37,7 +37,7 @@ from tasks.delivery import Connection, StageRun, Undelivered, now_ms
 from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, RunStatus, TrackedRun, mlflow_backend, server_name
 
 if TYPE_CHECKING:
-    from klear_core.report.run.data import ComparedModels, ReportInputs, ScoreWarning, StageFolder
+    from klear_core.report.run.facts import ComparedModels, ReportInputs, ScoreWarning, StageFolder
 
 __all__ = ["EXPERIMENT", "StageRun", "end_pipeline", "parent_run_id", "stage_run", "status_now", "tracking_uri"]
 
@@ -262,7 +262,7 @@ def report_inputs(
 ) -> ReportInputs:
     """Return the report's input; `missing` are planned stages without an artifact, listed after the others."""
     from klear_core.evaluate.compare.published import read_published
-    from klear_core.report.run import data as of
+    from klear_core.report.run import facts as of
 
     config, commit = job.config.model_copy(update={"workspace": job.runtime.workspace}), code_commit()
     pipeline = stages_of(config)
@@ -308,7 +308,7 @@ def _gpus_held(info: RunInfo) -> dict[str, int]:
 
 def _score_warnings(config: PipelineConfig, inputs: Mapping[str, ArtifactRef]) -> Iterator[ScoreWarning]:
     """Yield a warning for each benchmark that training may have seen, if a model here was scored on it."""
-    from klear_core.report.run.data import ScoreWarning
+    from klear_core.report.run.facts import ScoreWarning
 
     for exposure in given_contamination(config):
         scored = [name for name in exposure.scored_by if name in inputs]
@@ -330,7 +330,7 @@ def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[ComparedModels]:
     `scores` are the evaluations by the stage that made the model, in pipeline order.
     """
     from klear_core.evaluate.compare.paired import compare_pairs
-    from klear_core.report.run.data import ComparedModels
+    from klear_core.report.run.facts import ComparedModels
 
     names = list(scores)
     pairs = list(itertools.pairwise(names))

@@ -20,7 +20,7 @@ from klear_core.config.settings import Settings
 from klear_core.evaluate.compare.paired import PairedComparison
 from klear_core.metrics import MetricsFile
 from klear_core.pipeline.graph import stages_of
-from klear_core.report.run.data import ComparedModels, ReportInputs, RunInfo, StageFolder
+from klear_core.report.run.facts import ComparedModels, ReportInputs, RunInfo, StageFolder
 from klear_core.scores import DecodingProfile, DifficultyScore, EvalReport, PassAtK, Range, Score, write_reports
 from klear_core.types import Difficulty, EvalSample, Outcome, Verdict
 

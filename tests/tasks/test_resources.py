@@ -1,8 +1,10 @@
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -66,6 +68,22 @@ def test_learners_and_engines_have_the_priority_of_the_run_that_started_them():
         import ray
 
         assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
+
+
+def test_logs_of_a_ray_that_was_started_here_stay_after_an_error_alone():
+    before = logs_of_ray()
+    with pytest.raises(KeyError), ray_session(SMALL):
+        raise KeyError
+    with_kept = logs_of_ray()
+    (kept,) = with_kept - before
+    with ray_session(SMALL):
+        assert len(logs_of_ray() - with_kept) == 1
+    assert logs_of_ray() == with_kept
+    shutil.rmtree(kept)
+
+
+def logs_of_ray() -> set[Path]:
+    return set(Path(tempfile.gettempdir(), "ray").glob(f"session_*_{os.getpid()}"))
 
 
 def test_prefects_sigterm_handler_survives_and_ray_is_gone_after_an_error():

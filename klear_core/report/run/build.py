@@ -19,7 +19,7 @@ from klear_core.report import charts
 from klear_core.report.charts import LineChart, Series, Timeline, line_chart, sparkline, timeline
 from klear_core.report.run import lineage
 from klear_core.report.run.claims import Headline, headline
-from klear_core.report.run.data import Facts, MissingStage, ReportInputs, StageFacts, read_facts
+from klear_core.report.run.facts import Facts, MissingStage, ReportInputs, StageFacts, read_facts
 from klear_core.report.run.scores_view import BenchmarkView, SideBySide, benchmark_views, overview
 from klear_core.report.run.sections import (
     FLOW_WIDTH,

@@ -8,7 +8,7 @@ from typing import Literal
 from klear_core.evaluate.compare.paired import PairedComparison
 from klear_core.evaluate.stats.significance import min_changed
 from klear_core.report.charts import nice_ticks
-from klear_core.report.run.data import ComparedModels, Facts
+from klear_core.report.run.facts import ComparedModels, Facts
 from klear_core.scores import MINUS, NONE, Range, p_value, percent, points, range_text
 
 Standing = Literal["better", "worse", "not_shown"]

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from klear_core.evaluate.compare.promotion import Decision
 from klear_core.report.run.claims import Headline, Span, headline
-from klear_core.report.run.data import Facts
+from klear_core.report.run.facts import Facts
 from klear_core.report.run.scores_view import BenchmarkView, benchmark_views
 from klear_core.report.run.warnings import Notice, notices
 from klear_core.scores import NONE

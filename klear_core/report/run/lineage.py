@@ -17,7 +17,7 @@ from klear_core.config.data_jobs import BenchmarksJob, GivenProblemsJob, GivenTr
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import BaseJob
 from klear_core.errors import ArtifactError
-from klear_core.report.run.data import StageFacts
+from klear_core.report.run.facts import StageFacts
 from klear_core.train.base_model import pointed_folder
 
 NOT_STATED = "not stated"

@@ -16,7 +16,7 @@ from klear_core.config.evaluate import (
 )
 from klear_core.evaluate.compare.published import Agreement, PublishedModel, agreement_with
 from klear_core.report.run.claims import Axis, DifferenceRow, Span, axis_of, difference_row
-from klear_core.report.run.data import Facts, ModelFacts
+from klear_core.report.run.facts import Facts, ModelFacts
 from klear_core.report.run.warnings import chosen_in_run, num_contaminated
 from klear_core.scores import NONE, DecodingProfile, EvalReport, Range, Score, number, percent, points, spread_text
 

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from klear_core.artifacts.manifest import LedgerStep
 from klear_core.data.curation.write import LEAKS_PAGE
-from klear_core.report.run.data import StageFacts
+from klear_core.report.run.facts import StageFacts
 from klear_core.scores import NBSP, NONE, duration, shares
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from klear_core.config.stage import Stage
 from klear_core.data.generated.chains import parse_chain
 from klear_core.errors import DataError
-from klear_core.report.run.data import Facts, ModelFacts
+from klear_core.report.run.facts import Facts, ModelFacts
 from klear_core.scores import percent, visible
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample

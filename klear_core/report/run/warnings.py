@@ -17,7 +17,7 @@ from klear_core.config.data_jobs import GivenModelJob
 from klear_core.config.settings import Settings
 from klear_core.config.train import GivenModelFacts
 from klear_core.errors import ArtifactError
-from klear_core.report.run.data import Facts, MissingStage, ModelFacts, StageFacts
+from klear_core.report.run.facts import Facts, MissingStage, ModelFacts, StageFacts
 from klear_core.report.run.lineage import Ancestor, ancestors, pointed_artifact
 
 

@@ -23,7 +23,7 @@ from klear_core.evaluate.counts import CountsBy, count_stored
 from klear_core.metrics import METRICS_FILE
 from klear_core.report.charts import LineChart, Series, line_chart
 from klear_core.report.run.build import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_inline_eval
-from klear_core.report.run.data import read_series
+from klear_core.report.run.facts import read_series
 from klear_core.scores import NONE, EvalReport, duration, points, read_reports
 
 

@@ -390,7 +390,7 @@ with prefect_run(config.workspace, needs_ray=True):
 """
 BOUNDS = {
     "memory": ("MB", 5.0),
-    "descriptors": ("files", 0.5),
+    "descriptors": ("files", 1.5),  # a socket of Ray: `ray.init` and `ray.shutdown` alone leave one each time
     "threads": ("threads", 0.5),
     "processes": ("processes", 0.1),
     "memory of processes": ("MB", 5.0),

@@ -20,7 +20,7 @@ from klear_core.errors import ArtifactError
 from klear_core.evaluate.compare.promotion import DECISION_FILE, Check, Contender, Decision, SharedProblems
 from klear_core.pipeline.graph import stages_of
 from klear_core.report.run.build import build_report
-from klear_core.report.run.data import ReportInputs, StageFolder
+from klear_core.report.run.facts import ReportInputs, StageFolder
 from klear_core.scores import NBSP, TemplateScore, read_reports, write_reports
 from klear_core.types import EvalSample
 from klear_core.waits import TRACE_FILE, Trace

@@ -16,7 +16,7 @@ from klear_core.config.train import GivenFolder, TinyModelConfig
 from klear_core.errors import ArtifactError
 from klear_core.metrics import NullTelemetry
 from klear_core.report.run.build import build_report
-from klear_core.report.run.data import ReportInputs, read_facts
+from klear_core.report.run.facts import ReportInputs, read_facts
 from klear_core.report.run.final_table import score_table
 from klear_core.report.run.warnings import Choice, chosen_on, write_choice
 from klear_core.report.several.compared_runs import read_run

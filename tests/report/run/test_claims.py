@@ -7,7 +7,7 @@ import pytest
 from report_runs import laptop_run
 
 from klear_core.report.run.claims import headline, standing_of
-from klear_core.report.run.data import ComparedModels, Facts, read_facts
+from klear_core.report.run.facts import ComparedModels, Facts, read_facts
 from klear_core.scores import MINUS, Range
 
 

@@ -17,7 +17,7 @@ from klear_core.config.train import TinyModelConfig
 from klear_core.data.curation.decontaminate import Leak
 from klear_core.data.curation.write import write_leaks
 from klear_core.metrics import NullTelemetry
-from klear_core.report.run.data import ScoreWarning, read_facts
+from klear_core.report.run.facts import ScoreWarning, read_facts
 from klear_core.report.run.warnings import kept_leaks, num_contaminated, num_overlapping
 from klear_core.train.base_model import prepare_base
 

@@ -13,7 +13,7 @@ from report_runs import laptop_run
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.report.run.build import build_report
-from klear_core.report.run.data import Facts, ReportInputs, read_facts
+from klear_core.report.run.facts import Facts, ReportInputs, read_facts
 from klear_core.report.run.shown_answers import pick_examples, product_of
 from klear_core.train.base_model import prepare_base
 

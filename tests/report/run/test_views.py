@@ -23,7 +23,7 @@ from klear_core.evaluate.compare.published import PublishedModel
 from klear_core.report.charts import Series
 from klear_core.report.run import build
 from klear_core.report.run.build import RL_CHARTS, SFT_CHARTS, stage_curves
-from klear_core.report.run.data import Facts, ReportInputs, read_facts
+from klear_core.report.run.facts import Facts, ReportInputs, read_facts
 from klear_core.report.run.final_table import score_table
 from klear_core.report.run.lineage import NODE_WIDTH, lineage_graph
 from klear_core.report.run.scores_view import benchmark_views, published_rows
