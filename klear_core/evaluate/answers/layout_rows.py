@@ -47,13 +47,10 @@ def math_reference(value: object, where: str) -> MathReference:
     return MathReference(answers=(bare_answer(boxes[-1] if boxes else text),))
 
 
-_SCORE_TEXTS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
-
-
 def score_in(value: object) -> float | None:
     """Return a stated score of one answer: 0 or 1, also as true or false, or as text; None for anything else."""
     if isinstance(value, str):  # a cell of CSV is text
-        return _SCORE_TEXTS.get(value.strip().lower())
+        return {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}.get(value.strip().lower())
     if isinstance(value, bool | int | float) and value in (0, 1):
         return float(value)
     return None
