@@ -24,7 +24,8 @@ _TAG = re.compile(
     re.I,
 )
 """Tags of HTML. Those with other names are inequalities or code."""
-_COMMENT = re.compile(r"<!--.*?-->|<!\[CDATA\[|\]\]>", re.DOTALL)
+_COMMENT = re.compile(r"<!--.{0,2000}?-->|<!\[CDATA\[|\]\]>", re.DOTALL)
+"""Comments of a bounded length: the time for a text of their beginnings alone would grow with its square."""
 _CHAT_MARK = re.compile(r"<\|/?([a-z_]{3,40})\|>|\[/?(INST)\]|<</?(SYS)>>|<((?:start|end)_of_turn)>")
 """Marks of chat templates around a prompt. Their names stay as words, and their signs are none of mathematics."""
 _BYTE_ESCAPE = re.compile(r"\\x([2-7][0-9a-fA-F])|\\U000([01][0-9a-fA-F]{4})")
