@@ -187,6 +187,7 @@ def test_a_run_that_is_stopped_while_it_writes_leaves_the_file_free(mlflow_folde
         if statements % 10 == 0:
             signal.raise_signal(signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a command that ran in this process has its own
     event.listen(Engine, "before_cursor_execute", stop)
     try:
         for number in range(5):
@@ -196,6 +197,7 @@ def test_a_run_that_is_stopped_while_it_writes_leaves_the_file_free(mlflow_folde
                 other.execute("BEGIN IMMEDIATE")
     finally:
         event.remove(Engine, "before_cursor_execute", stop)
+        signal.signal(signal.SIGINT, before)
     assert statements > 50
 
 
