@@ -153,9 +153,7 @@ def gate_evaluations(old: str, new: str, policy: Path | None, *, is_json: bool, 
     rule = read_policy(policy) if policy else GatePolicy()
     try:
         before, after = (_evaluation_named(name, root) for name in (old, new))
-        gate(rule, after, before)  # what cannot be asked spends no look
-        look = take_look(rule, after, before, record=root / "gates")
-        result = gate(rule, after, before, look=look)
+        result = gate(rule, after, before, take=lambda: take_look(rule, after, before, record=root / "gates"))
     except ArtifactError as error:
         raise ConfigError(str(error)) from error
     if is_json:
@@ -165,7 +163,7 @@ def gate_evaluations(old: str, new: str, policy: Path | None, *, is_json: bool, 
     for check in result.checks:
         verdict: GateVerdict = "passed" if check.is_passed else "inconclusive" if check.is_inconclusive else "failed"
         console.print(f"{_MARKS[verdict]} {escape(check.name)}: {escape(check.text)}")
-    at = f", look {look} of {len(rule.looks)}" if len(rule.looks) > 1 else ""
+    at = f", look {result.look} of {len(rule.looks)}" if len(rule.looks) > 1 else ""
     console.print(f"{_MARKS[result.verdict]} {result.verdict}: {after.name[:8]} against {before.name[:8]}{at}")
     return _GATE_STATUS[result.verdict]
 

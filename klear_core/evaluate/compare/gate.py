@@ -106,11 +106,11 @@ def _model_of(evaluation: Path) -> str:
     return f"{models[0].kind}/{models[0].fingerprint}" if models else evaluation.name
 
 
-def gate(policy: GatePolicy, new: Path, old: Path, *, look: int = 1) -> GateResult:
-    """Gate the evaluation in the folder `new` against that in `old`, at one of the policy's looks.
+def gate(policy: GatePolicy, new: Path, old: Path, *, take: Callable[[], int] = lambda: 1) -> GateResult:
+    """Gate the evaluation in the folder `new` against that in `old`, at the look of the policy that `take` returns.
 
-    Scores that cannot be compared fail. Raise ConfigError if both are one evaluation, which is no comparison, or if the
-    policy names a benchmark that they lack.
+    What cannot be asked takes none. Scores that cannot be compared fail. Raise ConfigError if both are one evaluation,
+    which is no comparison, or if the policy names a benchmark that they lack.
     """
     if new.resolve() == old.resolve():
         raise ConfigError(f"both are the same evaluation, {new.name[:8]}: there is nothing to compare")
@@ -119,6 +119,7 @@ def gate(policy: GatePolicy, new: Path, old: Path, *, look: int = 1) -> GateResu
     if unknown:
         there = ", ".join(sorted(found.reports))
         raise ConfigError(f"the policy names {', '.join(map(repr, unknown))}, but the benchmarks are {there}")
+    look = take()
     checks = comparable(found, before, is_="first evaluation")
     comparisons: tuple[PairedComparison, ...] = ()
     if all(check.is_passed for check in checks):

@@ -54,6 +54,13 @@ def test_one_evaluation_is_no_comparison(tmp_path: Path) -> None:
         gate(GatePolicy(), old, tmp_path / "b" / ".." / "a")
 
 
+def test_what_cannot_be_asked_takes_no_look(tmp_path: Path) -> None:
+    verdict(tmp_path)
+    policy = GatePolicy(margins={"aime99": 3}, looks=(0.5, 1))
+    with pytest.raises(ConfigError, match="names 'aime99'"):
+        gate(policy, tmp_path / "new", tmp_path / "old", take=lambda: pytest.fail("a look was taken"))
+
+
 def test_a_policy_is_checked_with_its_file_and_key(tmp_path: Path) -> None:
     file = tmp_path / "gate.toml"
     file.write_text('[tiers]\naime24 = "vital"\n')
@@ -75,8 +82,9 @@ def test_an_early_look_asks_for_more_than_the_last(tmp_path: Path) -> None:
     policy = GatePolicy(margin=25, gain=True, looks=(0.1, 1))
     verdict(tmp_path)
     old, new = tmp_path / "old", tmp_path / "new"
-    assert gate(policy, new, old, look=2).verdict == "passed"
-    assert gate(policy, new, old, look=1).verdict != "passed"
+    last = gate(policy, new, old, take=lambda: 2)
+    assert (last.verdict, last.look) == ("passed", 2)
+    assert gate(policy, new, old).verdict != "passed"
     with pytest.raises(ValidationError, match="must grow to 1"):
         GatePolicy(looks=(1.0, 0.5))
 
