@@ -48,7 +48,7 @@ def measure() -> list[dict[str, object]]:
         results.append(
             _result(f"{name}_largest_distance_of_random", largest / max_drawn, "ratio", "< 1", largest < max_drawn)
         )
-        needed = name == "k_center"  # on real questions plain K-center loses: docs/data.md
+        needed = name == "k_center"  # on real questions plain K-center loses: docs/data/speed.md
         target = "< 1" if needed else "-"
         ok = mean < mean_drawn or not needed
         results.append(_result(f"{name}_mean_distance_of_random", mean / mean_drawn, "ratio", target, ok))

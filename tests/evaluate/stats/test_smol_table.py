@@ -44,7 +44,7 @@ def test_the_table_of_the_profile_is_computed_from_its_answers() -> None:
 
 
 def test_what_was_tried_before_has_the_scores_that_the_page_gives() -> None:
-    page = (DOCS / "smol.md").read_text()
+    page = (DOCS / "data" / "smol_settings.md").read_text()
     for seed in (31, 41, 42):
         before, after = (100 * estimates(seed, model).mean for model in ("sft", "rl"))
         (line,) = (line for line in page.splitlines() if f" | {before:.1f} to {after:.1f} %" in line)
