@@ -457,7 +457,7 @@ class TrainSample(TokenCounts):
     problem_id: str
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    old_logps: tuple[float, ...]
+    sampler_logps: tuple[float, ...]
     """Log-probs reported by the engine that sampled the tokens."""
     advantage: float
     """Of the whole answer."""

@@ -34,6 +34,9 @@ R = TypeVar("R")
 _TABLE_CHARS = 32 << 20
 """Characters of references in one table of `whole_tables`."""
 
+_RENAMED_COLUMNS = {"old_logps": "sampler_logps"}
+"""Today's names of columns that finished artifacts have under earlier ones."""
+
 
 def write_shard(path: Path, records: Iterable[R]) -> int:
     """Write records of one dataclass as one Parquet file, atomically; returns how many there were.
@@ -178,9 +181,9 @@ def _to_row(record: Any, tests: StoredTestsWriter) -> dict[str, object]:
 
 def _from_row(row: dict[str, object], record_type: type[R], *, folder: Path, where: str) -> R:
     shape = _shape(record_type)
-    plain = dict(row)
-    for name in shape.nested & row.keys():
-        text = row[name]
+    plain = {_RENAMED_COLUMNS.get(name, name): value for name, value in row.items()}
+    for name in shape.nested & plain.keys():
+        text = plain[name]
         if isinstance(text, str):  # None where an optional record is absent
             plain[name] = located(json.loads(text), folder)
     try:

@@ -178,7 +178,7 @@ def to_sample(planned: PlannedAnswer, completion: Completion) -> TrainSample:
         problem_id=planned.problem_id,
         token_ids=(*planned.prompt_ids, *completion.token_ids),
         loss_mask=(False,) * num_prompt + (True,) * num_answer,
-        old_logps=(0.0,) * num_prompt + completion.logps,
+        sampler_logps=(0.0,) * num_prompt + completion.logps,
         advantage=0.0,
         is_positive=False,
         oldest_version=0,

@@ -159,7 +159,7 @@ def _summary(workdir: Path) -> StageSummary:
     for answer in read_shards(workdir / SCORED, TrainSample):
         num_answers += 1
         num_tokens += answer.num_loss_tokens
-        gap += sum(answer.old_logps) - sum(answer.teacher_logps)  # both are 0 on the prompt
+        gap += sum(answer.sampler_logps) - sum(answer.teacher_logps)  # both are 0 on the prompt
     ledger = LedgerStep.of("score", "answer", num_in=num_answers, dropped={})
     counts = {"answers": num_answers, "tokens": num_tokens, "kl": round(gap / max(1, num_tokens), 4)}
     return StageSummary(counts=counts, ledger=(ledger,))

@@ -200,7 +200,7 @@ def _sample(problem_id: str, rollout: Rollout, advantage: float, oldest: int) ->
         token_ids=(*prompt_ids, *completion.token_ids),
         loss_mask=(False,) * len(prompt_ids) + (True,) * len(completion.token_ids),
         # Zeros are padding: the loss reads old log-probs only where `loss_mask` is True.
-        old_logps=(0.0,) * len(prompt_ids) + completion.logps,
+        sampler_logps=(0.0,) * len(prompt_ids) + completion.logps,
         advantage=advantage,
         is_positive=rollout.is_positive,
         oldest_version=oldest,

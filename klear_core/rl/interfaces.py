@@ -305,7 +305,7 @@ def _sample(prompt_ids: Sequence[int], completion: Completion) -> TrainSample:
         problem_id="engine_check",
         token_ids=(*prompt_ids, *completion.token_ids),
         loss_mask=(False,) * num_prompt + (True,) * num_answer,
-        old_logps=(0.0,) * num_prompt + completion.logps,
+        sampler_logps=(0.0,) * num_prompt + completion.logps,
         advantage=0.0,
         is_positive=False,
         oldest_version=0,

@@ -177,7 +177,7 @@ class Learner:
         sums = torch.zeros(len(samples), dtype=torch.float64, device=self.world.device)
         for micro in packed.micro_batches:
             found: TokenLogps = self._policy(micro, self._logp_head(micro))
-            sampler_logp_N = micro.gather({r: samples[r].old_logps for r in micro.rows}, torch.float64)
+            sampler_logp_N = micro.gather({r: samples[r].sampler_logps for r in micro.rows}, torch.float64)
             sums.index_add_(0, micro.row_N, (found.logp_N.double() - sampler_logp_N).abs())
         counts = torch.tensor([s.num_loss_tokens for s in samples], device=sums.device)
         means = self.world.sum(sums) / counts

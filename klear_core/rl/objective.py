@@ -83,7 +83,7 @@ def make_batch(
         surrogate_N = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
         return surrogate_N.to(micro.target_N.device)
 
-    sampler_logp_N = micro.gather({r: rows[r].old_logps for r in micro.rows})
+    sampler_logp_N = micro.gather({r: rows[r].sampler_logps for r in micro.rows})
     nan_N = torch.full_like(sampler_logp_N, torch.nan)
     old_logp_N = sampler_logp_N
     if cfg.old_logps == "learner":

@@ -53,8 +53,8 @@ class ArrayRow:
     prompt_key: int
     """Number of the prompt, among the different ones of the step."""
     token_ids: np.ndarray
-    """int32; empty for a row of another rank, as `old_logps` is."""
-    old_logps: np.ndarray
+    """int32; empty for a row of another rank, as `sampler_logps` is."""
+    sampler_logps: np.ndarray
     has_teacher: bool
     teacher_logps: np.ndarray
     num_tops: int
@@ -78,7 +78,7 @@ class ArrayRow:
             problem_id=self.problem_id,
             token_ids=tuple(self.token_ids.tolist()),
             loss_mask=tuple(self.loss_mask.tolist()),
-            old_logps=tuple(self.old_logps.tolist()),
+            sampler_logps=tuple(self.sampler_logps.tolist()),
             advantage=self.advantage,
             is_positive=self.is_positive,
             oldest_version=self.oldest_version,
@@ -115,7 +115,7 @@ def counts_of(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:
                 num_loss_tokens=int(mask.sum()),
                 prompt_key=numbers.setdefault(prompt, len(numbers)),
                 token_ids=_NO_IDS,
-                old_logps=_NO_LOGPS,
+                sampler_logps=_NO_LOGPS,
                 has_teacher=sample.has_teacher,
                 teacher_logps=_NO_LOGPS,
                 num_tops=len(sample.top_ids),
@@ -134,7 +134,7 @@ def tokens_of(samples: Sequence[TrainSample], rows: Sequence[int]) -> Tokens:
     for sample, start, end in zip(chosen, ends, ends[1:], strict=False):
         ids[start:end] = np.fromiter(sample.token_ids, np.int32, end - start)
         # Rounded here and not in the learner, which computes with float32: the same rounding of the same numbers.
-        logps[start:end] = np.fromiter(sample.old_logps, np.float32, end - start)
+        logps[start:end] = np.fromiter(sample.sampler_logps, np.float32, end - start)
     scored = [np.fromiter(s.teacher_logps, np.float32, s.num_tokens) for s in chosen if s.has_teacher]
     tops = [np.fromiter(s.top_ids, np.int32, len(s.top_ids)) for s in chosen]
     top_logps = [np.fromiter(s.top_logps, np.float32, len(s.top_logps)) for s in chosen]
@@ -158,7 +158,7 @@ def with_tokens(counts: Sequence[ArrayRow], tokens: Tokens) -> list[ArrayRow]:
         rows[i] = replace(
             rows[i],
             token_ids=tokens.ids[start:end],
-            old_logps=tokens.logps[start:end],
+            sampler_logps=tokens.logps[start:end],
             teacher_logps=tokens.teacher_logps[teacher_start:teacher_end],
             top_ids=tokens.top_ids[top_start:top_end],
             top_logps=tokens.top_logps[top_start:top_end],

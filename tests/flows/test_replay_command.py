@@ -32,7 +32,7 @@ def sample(i: int) -> TrainSample:
         problem_id=f"p{i // 2}",
         token_ids=(1, 2, 3 + i, 4 + i),
         loss_mask=(False, False, True, True),
-        old_logps=(0.0, 0.0, -5.0 - 0.2 * i, -5.0),
+        sampler_logps=(0.0, 0.0, -5.0 - 0.2 * i, -5.0),
         advantage=1.0 if i % 2 else -1.0,
         is_positive=bool(i % 2),
         oldest_version=0,

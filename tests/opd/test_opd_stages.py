@@ -100,7 +100,7 @@ def test_teachers_score_the_answers_of_their_domain_and_the_student_learns_from_
     code = rows_of(tmp_path / "code" / "scored")
     assert {row.problem_id for row in code} == {"q1", "q3"}
     for row in code:  # the student is its own teacher there
-        assert row.teacher_logps == pytest.approx(row.old_logps, abs=1e-5)
+        assert row.teacher_logps == pytest.approx(row.sampler_logps, abs=1e-5)
     both = RowStore([tmp_path / "math" / "scored", tmp_path / "code" / "scored"], rows_per_step=15, seed=0)
     assert len(code) == 6
     assert sorted(row.problem_id for row in both.step(0)) == sorted(f"q{i % 5}" for i in range(15))
@@ -150,7 +150,7 @@ def test_rollouts_have_the_log_probs_of_the_student_and_no_reward(
     assert len(rows) == 15
     assert sorted({row.problem_id for row in rows}) == [f"q{i}" for i in range(5)]
     for row, logps in zip(rows, learner_logps(student, rows, tmp_path), strict=True):
-        assert row.old_logps[row.num_prompt_tokens :] == pytest.approx(logps, abs=1e-4)
+        assert row.sampler_logps[row.num_prompt_tokens :] == pytest.approx(logps, abs=1e-4)
         assert (row.advantage, row.is_positive, row.has_teacher) == (0.0, False, False)
 
 
@@ -324,7 +324,7 @@ def test_without_likeliest_tokens_the_student_learns_from_log_ratios(
     gaps = recorder.column("opd/distill/kl")
     rows = rows_of(scores / "scored")
     num_tokens = sum(row.num_loss_tokens for row in rows)
-    before = sum(sum(row.old_logps) - sum(row.teacher_logps) for row in rows) / num_tokens
+    before = sum(sum(row.sampler_logps) - sum(row.teacher_logps) for row in rows) / num_tokens
     assert gaps[0] == pytest.approx(before, abs=0.05)  # after the first mini-batch of the step it has moved
     assert abs(gaps[-1]) < 0.5 * abs(gaps[0])
     assert summary.counts["trained_tokens"] == 40 * sum(row.num_tokens for row in rows)

@@ -69,7 +69,7 @@ def sample(
         problem_id=name,
         token_ids=(*prompt, *token_ids),
         loss_mask=(False,) * len(prompt) + (True,) * len(token_ids),
-        old_logps=(0.0,) * len(prompt) + tuple(logps),
+        sampler_logps=(0.0,) * len(prompt) + tuple(logps),
         advantage=advantage,
         is_positive=is_positive,
         oldest_version=version,

@@ -106,7 +106,7 @@ def mismatch_at(gap: float, base: Path, folder: Path) -> dict[str, float]:
     logps = [[0.0] * len(s.token_ids) for s in samples]
     for row, column, logp in zip(micro.row_N.tolist(), micro.column_N.tolist(), logp_N, strict=True):
         logps[row][column] = logp + gap
-    moved = [replace(s, old_logps=tuple(p)) for s, p in zip(samples, logps, strict=True)]
+    moved = [replace(s, sampler_logps=tuple(p)) for s, p in zip(samples, logps, strict=True)]
     return learner(base, folder, rl_config(minibatches_per_step=1)).step(moved)
 
 
@@ -244,7 +244,7 @@ def test_a_bad_update_is_skipped_saved_and_fatal_when_there_are_too_many(base: P
     assert kept.keys() == {s.token_ids for s in bad}
     assert math.isnan(float(kept[bad[0].token_ids]["advantage"]))
     json.loads(saved.read_text(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
-    assert tuple(kept[bad[1].token_ids]["old_logps"]) == bad[1].old_logps
+    assert tuple(kept[bad[1].token_ids]["sampler_logps"]) == bad[1].sampler_logps
     with pytest.raises(TrainingError, match="2 steps with a loss or gradient that is not finite"):
         it.step(bad)
 

@@ -37,7 +37,7 @@ def batch_of(
     batch = make_batch(micro, rows, old, ref_logp_N, Denominators.of(rows), cfg)
     if old is not None:
         return batch
-    return replace(batch, old_logp_N=micro.gather([r.old_logps for r in rows], torch.float64))
+    return replace(batch, old_logp_N=micro.gather([r.sampler_logps for r in rows], torch.float64))
 
 
 def loss_and_logp_grad(

@@ -37,7 +37,7 @@ def test_counts_are_known_without_any_token() -> None:
     ],
 )
 def test_a_mask_is_kept_as_the_lengths_of_its_runs(mask: tuple[bool, ...], runs: tuple[int, ...]) -> None:
-    sample = replace(SAMPLES[0], loss_mask=mask, token_ids=tuple(range(len(mask))), old_logps=(0.0,) * len(mask))
+    sample = replace(SAMPLES[0], loss_mask=mask, token_ids=tuple(range(len(mask))), sampler_logps=(0.0,) * len(mask))
     (row,) = counts_of([sample])
     assert row.runs == runs
     assert row.loss_mask.tolist() == list(mask)
@@ -57,7 +57,7 @@ def test_a_rank_has_views_of_the_tokens_of_its_own_rows() -> None:
     assert [i for i, row in enumerate(rows) if len(row.token_ids)] == [1, 4]
     for i in (1, 4):
         assert rows[i].token_ids.tolist() == list(SAMPLES[i].token_ids)
-        assert rows[i].old_logps.tolist() == np.float32(SAMPLES[i].old_logps).tolist()
+        assert rows[i].sampler_logps.tolist() == np.float32(SAMPLES[i].sampler_logps).tolist()
         assert np.shares_memory(rows[i].token_ids, tokens.ids)
     assert [row.problem_id for row in samples_here(rows)] == [SAMPLES[1].problem_id, SAMPLES[4].problem_id]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from klear_core.artifacts.records import read_shard
 from klear_core.config.rewards import GrpoAdvantage, OverlongConfig
 from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import cut_minibatches, to_samples
@@ -48,18 +52,24 @@ def sample(problem_id: str) -> TrainSample:
         problem_id=problem_id,
         token_ids=(1, 2),
         loss_mask=(False, True),
-        old_logps=(0.0, -1.0),
+        sampler_logps=(0.0, -1.0),
         advantage=1.0,
         is_positive=True,
         oldest_version=0,
     )
 
 
+def test_a_step_that_was_saved_with_the_earlier_name_of_its_log_probs_is_read(tmp_path: Path) -> None:
+    table = pa.table({"old_logps" if name == "sampler_logps" else name: [v] for name, v in asdict(sample("p")).items()})
+    pq.write_table(table, tmp_path / "samples.parquet")
+    assert read_shard(tmp_path / "samples.parquet", TrainSample) == [sample("p")]
+
+
 def test_a_row_is_prompt_and_answer_with_loss_on_the_answer() -> None:
     right, wrong = to_samples([group(rollout(1), rollout(-1))], CENTRED, oldest_allowed=3).rows
     assert right.token_ids == (1, 2, 3, 7, 8)
     assert right.loss_mask == (False, False, False, True, True)
-    assert right.old_logps == (0, 0, 0, -0.1, -0.2)
+    assert right.sampler_logps == (0, 0, 0, -0.1, -0.2)
     assert (right.advantage, right.is_positive, wrong.advantage, wrong.is_positive) == (1, True, -1, False)
 
 

@@ -154,7 +154,7 @@ class _Batch:
             problem_id=str(i),
             token_ids=(1,) * (PROMPT_LEN + length),
             loss_mask=(False,) * PROMPT_LEN + (True,) * length,
-            old_logps=(0.0,) * (PROMPT_LEN + length),
+            sampler_logps=(0.0,) * (PROMPT_LEN + length),
             advantage=self.advantage_B[i].item(),
             is_positive=False,
             oldest_version=0,

@@ -197,7 +197,7 @@ def _rows() -> list[TrainSample]:
                 problem_id=str(i),
                 token_ids=tuple(ids),
                 loss_mask=(False,) * PROMPT_LEN + (True,) * length,
-                old_logps=(0.0,) * PROMPT_LEN + tuple(old),
+                sampler_logps=(0.0,) * PROMPT_LEN + tuple(old),
                 advantage=(-1.0) ** i * (0.5 + i % 3),
                 is_positive=False,
                 oldest_version=0,
@@ -252,7 +252,7 @@ def _trl_loss(rows: list[TrainSample], base: Path, workdir: Path, case: Case) ->
         "completion_ids": right_padded([list(r.token_ids[PROMPT_LEN:]) for r in rows]),
         "completion_mask": right_padded([[1] * n for n in lengths]),
         "advantages": torch.tensor([r.advantage for r in rows]),
-        "old_per_token_logps": right_padded([list(r.old_logps[PROMPT_LEN:]) for r in rows]),
+        "old_per_token_logps": right_padded([list(r.sampler_logps[PROMPT_LEN:]) for r in rows]),
         "num_items_in_batch": torch.tensor(sum(lengths)),
     }
     trainer.model.eval()

@@ -126,7 +126,7 @@ def _short(number: int) -> TrainSample:
         problem_id=str(number // GROUP),
         token_ids=(random.Random(number).randrange(1000), 2, 3),
         loss_mask=(False, True, True),
-        old_logps=(0.0, -0.5, -0.5),
+        sampler_logps=(0.0, -0.5, -0.5),
         advantage=1.0,
         is_positive=True,
         oldest_version=0,

@@ -364,7 +364,7 @@ def _rl_rows(plan: Plan) -> list[TrainSample]:
             problem_id=str(i),
             token_ids=ids,
             loss_mask=mask,
-            old_logps=(0.0,) * length,
+            sampler_logps=(0.0,) * length,
             advantage=1.0 if is_positive else -1.0,
             is_positive=is_positive,
             oldest_version=0,

@@ -50,7 +50,7 @@ def micro_batch() -> MicroBatch:
                 problem_id=str(i),
                 token_ids=tuple(ids),
                 loss_mask=(False,) + (True,) * (length - 1),
-                old_logps=(0.0,) * length,
+                sampler_logps=(0.0,) * length,
                 advantage=1.0,
                 is_positive=False,
                 oldest_version=0,
