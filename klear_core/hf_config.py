@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from tokenizers import Tokenizer
 
 from klear_core.errors import ConfigError
@@ -50,12 +50,15 @@ class HfConfig(BaseModel):
     attn_logit_softcapping: float | None = None
     logit_scale: float | None = None
     logits_scaling: float | None = None
-    num_experts: int | None = None
-    num_local_experts: int | None = None
-    n_routed_experts: int | None = None
-    moe_num_experts: int | None = None
+    num_experts: int = 0
+    """The most experts that any key of the file states, also within another such as `text_config`."""
     mamba_d_conv: int | None = None
     """Width of the convolution in state-space layers, which stand beside or in place of attention."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_experts(cls, raw: object) -> object:
+        return raw | {"num_experts": _experts_within(raw)} if isinstance(raw, dict) else raw
 
     @property
     def rope(self) -> dict[str, Any]:
@@ -121,8 +124,11 @@ def _experts_within(raw: object) -> int:
     """Return the number of experts that a config.json, or an object within it, states; 0 for none."""
     if not isinstance(raw, dict):
         return 0
-    own = [raw[name] for name in _EXPERTS if isinstance(raw.get(name), int)]
-    return max([*own, *map(_experts_within, raw.values())], default=0)
+    own: list[object] = []
+    for name in _EXPERTS:
+        stated = raw.get(name)
+        own += stated if isinstance(stated, list) else [stated]  # ERNIE VL: of text and of pictures
+    return max([*(n for n in own if isinstance(n, int)), *map(_experts_within, raw.values())], default=0)
 
 
 def _mixture_refused(path: Path, model_type: object, experts: int) -> ConfigError:
@@ -247,9 +253,8 @@ def check_architecture(folder: Path) -> None:
             f"{path}: mamba_d_conv={config.mamba_d_conv}; "
             "state-space layers carry a state from one packed row to the next"
         )
-    experts = max(getattr(config, name) or 0 for name in _EXPERTS)
-    if experts > 1:
-        raise _mixture_refused(path, config.model_type, experts)
+    if config.num_experts > 1:
+        raise _mixture_refused(path, config.model_type, config.num_experts)
     odd = sorted(set(config.layer_types or ()) - {"full_attention", "sliding_attention"})
     if odd:
         raise ConfigError(f"{path}: layers with {', '.join(odd)}; Klear trains full and sliding attention only")

@@ -233,6 +233,22 @@ def test_mixtures_of_experts_are_refused_by_name(tmp_path: Path, model_type: str
 
 
 @pytest.mark.parametrize(
+    "keys",
+    [
+        {"text_config": {"num_experts": 64}},
+        {"text_config": {"n_routed_experts": 64, "num_experts_per_tok": 8}},
+        {"thinker_config": {"text_config": {"num_local_experts": 64}}},
+        {"moe_num_experts": [64, 32]},  # ERNIE-4.5-VL
+    ],
+)
+def test_experts_are_found_wherever_a_config_states_them(folder: Path, tmp_path: Path, keys: dict[str, object]):
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | keys))
+    with pytest.raises(ConfigError, match="is a mixture of 64 experts"):
+        check_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
     "rope", [{"rope_parameters": {"rope_type": "dynamic"}}, {"rope_scaling": {"type": "longrope"}}]
 )
 def test_positions_that_depend_on_the_longest_row_beside_are_refused(folder, tmp_path, rope):
