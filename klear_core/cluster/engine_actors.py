@@ -17,7 +17,7 @@ from ray.exceptions import RayTaskError
 
 from klear_core.cluster.nodes import bind_to_node_address
 from klear_core.cluster.rank_actors import LOGGER, Arrays, Outbox, Report, to_tensors
-from klear_core.cluster.ray_calls import LOST, RemoteCall, awaited, cause_of, within
+from klear_core.cluster.ray_calls import LOST, RemoteCall, awaited, cause_of, final_error, within
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import (
     EngineStats,
@@ -156,6 +156,11 @@ class EngineActor:
     async def close(self) -> None:
         """Close the engine with everything that it started."""
         await self._engine.close()
+
+
+def rollout_name(index: int) -> str:
+    """Return a rollout actor's name for messages."""
+    return f"rollout actor {index}"
 
 
 class RolloutActor:
@@ -325,8 +330,9 @@ class RayEngine:
                     await self._wait_for_gpus(link.actor)
                     link.is_queued = False
                 await self._load(link.actor)
-            except LOST as error:
-                raise EngineLost(f"its actor died while it started ({type(error).__name__})") from error
+            except LOST as lost:
+                cause = await final_error(link.actor, lost)
+                raise EngineLost(f"its actor died while it started ({type(cause).__name__})") from cause
             self._serving = asyncio.create_task(self._serve(link))
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
@@ -396,8 +402,9 @@ class RayEngine:
             except TimeoutError as error:
                 _fail(link, EngineLost(f"its actor has not answered for {self._answer_s:g} s"), error)
                 return
-            except LOST as error:
-                _fail(link, EngineLost(f"its actor died ({type(error).__name__})"), error)
+            except LOST as lost:
+                cause = await final_error(link.actor, lost)
+                _fail(link, EngineLost(f"its actor died ({type(cause).__name__})"), cause)
                 return
             except RayTaskError as error:
                 _fail(link, cause_of(error), error)

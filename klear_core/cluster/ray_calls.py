@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -102,6 +102,22 @@ async def lost_nodes(nodes: Collection[str]) -> frozenset[str]:
     return frozenset(node_id for node_id, has_answered in zip(nodes, answers, strict=True) if not has_answered)
 
 
+async def final_error(actor: Any, error: BaseException) -> BaseException:
+    """Return why a call of this actor failed, once Ray knows: only then does the error name a node that died.
+
+    Before, all actors of a node are `temporarily unavailable`, and another in their place may start on that node.
+    """
+    while isinstance(error, ActorUnavailableError):
+        try:
+            await awaited(actor.__ray_ready__.remote())
+        except LOST as later:
+            error = later
+        else:
+            break  # it is there again, but what it was doing is lost
+        await asyncio.sleep(_LOOK_S)
+    return error
+
+
 async def _answers(node_id: str) -> bool:
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
     while True:
@@ -133,11 +149,6 @@ def dead_nodes(error: BaseException | None) -> set[str]:
 def cause_of(error: BaseException) -> BaseException:
     """Return the error raised in the actor, without Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
-
-
-def rollout_name(index: int) -> str:
-    """Return a rollout actor's name for messages."""
-    return f"rollout actor {index}"
 
 
 async def awaited(awaitable: Awaitable[T]) -> T:

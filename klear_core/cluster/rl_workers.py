@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from klear_core.artifacts.remote_paths import fetch_results
-from klear_core.cluster.engine_actors import RayEngine, RolloutActor, relay_logs
+from klear_core.cluster.engine_actors import RayEngine, RolloutActor, relay_logs, rollout_name
 from klear_core.cluster.gang import Gang, RanksLost
 from klear_core.cluster.nodes import when_there
 from klear_core.cluster.placement import check_cpu_is_meant, is_direct, place_rl, plan_gpus
 from klear_core.cluster.pools import build_cluster_judges
 from klear_core.cluster.rank_actors import LearnerActor, check_timeout_s, to_arrays
-from klear_core.cluster.ray_calls import START_S, Plan, RemoteCall, Restarts, StoredWeights, rollout_name, within
+from klear_core.cluster.ray_calls import START_S, Plan, RemoteCall, Restarts, StoredWeights, final_error, within
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import EngineStats, SamplingParams, TrainableEngine, WeightOffer, WeightSource
@@ -461,6 +461,7 @@ class RayRolloutEngines:
 
     async def _replace(self, engine: RayEngine, dead: Any, error: BaseException) -> None:
         """Start another actor with the current weights, unless another task noticed first and did so."""
+        error = await final_error(dead, error)
         if engine.actor is dead:
             # The learner's restart was already counted.
             await self._pool.replace(engine, error, is_counted=not isinstance(error, LearnerLost))
