@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from klear_core.config.evaluate import (
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine, limit_of
 from klear_core.generate.http_engine import HttpEngine
-from klear_core.generate.pool import EngineLost, EnginePool, PooledEngine, RestartLimit
+from klear_core.generate.pool import EngineLost, EnginePool, PooledEngine
 from klear_core.types import Completion
 
 if TYPE_CHECKING:
@@ -243,6 +244,28 @@ async def start_members(
     limit_here = sum(engine.limit for engine in engines)
     limit_there = sum(cfg.runtime.max_concurrency for cfg in endpoints)
     return Sampler(engine=pool, limit=limit_here + limit_there, num_engines=len(members))
+
+
+class RestartLimit:
+    """Counts lost engines within a window of time, and refuses to replace more than a number of them."""
+
+    def __init__(self, allowed: int, *, window_s: float, key: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`key` is the setting that allows so many, for the message."""
+        self._allowed, self._window_s, self._key, self._clock = allowed, window_s, key, clock
+        self._losses: deque[float] = deque()
+
+    def count(self, name: str, error: BaseException) -> None:
+        """Count a loss. Raise ResourceError, with the last reason, if the window has too many."""
+        now = self._clock()
+        self._losses.append(now)
+        while self._losses[0] < now - self._window_s:  # never empty: it holds this loss
+            self._losses.popleft()
+        if len(self._losses) > self._allowed:
+            raise ResourceError(
+                f"{len(self._losses)} engines were lost within {self._window_s / 60:g} minutes, and {self._key} = "
+                f"{self._allowed} allows no more; the last was {name}: {error}"
+            ) from error
+        log.warning("%s was lost (%s); starting another", name, error)
 
 
 # ---- members of a pool ----

@@ -145,6 +145,23 @@ class EnginePool:
             self._send(slot, self._waiting.popleft())
         self._close_idle()
 
+    def _move_newest(self, slow: Slot) -> None:
+        """Ask all but the oldest requests of an engine that has become slow again, where others have room and no queue.
+
+        The newest lose the least. The oldest would begin anew while a step of RL waits for them.
+        """
+        others = [slot for slot in self._slots if not slot.is_named_slow]
+        for request in list(slow.running)[math.ceil(slow.engine.limit * _KEPT) :]:
+            other = least_busy(others)
+            if other is None or self._waiting or request.asking is None:
+                return
+            if request.is_moved or request.lost_on:  # once is enough, and a suspect stays where it is
+                continue
+            request.is_moved = True
+            del slow.running[request]
+            request.asking.cancel()
+            self._send(other, request)
+
     def _most_each(self) -> float:
         """Return the most requests for one engine: while others load, its share of all that are left.
 
@@ -208,7 +225,8 @@ class EnginePool:
             slot.pace.add(now() - sent_at, max((len(c.token_ids) for c in completions), default=0))
             if now() >= self._shares_until:  # not with each answer: hundreds of engines give a hundred a second
                 self._shares_until = now() + _SHARES_S
-                share_by_pace(self._slots)
+                for slow in share_by_pace(self._slots):
+                    self._move_newest(slow)
             if not request.answer.done():
                 request.answer.set_result(completions)
         slot.num_in_vain = 0  # even a refusal shows that the engine works
@@ -351,18 +369,20 @@ class PooledEngine(InferenceEngine, Protocol):
 
 _SHARES_S = 1.0  # between two looks for slow engines
 _TOLD_BELOW = 0.5  # share of its requests below which an engine is named
+_KEPT = 0.2  # of its limit, the requests that it keeps then: about what an engine of a third of the speed ends with
 _SLOWER = 1.2  # times the seconds a token of the median engine, from which on an engine counts as slower
 
 
-def share_by_pace(slots: Sequence[Slot]) -> None:
-    """Send slow engines fewer requests: an answer there holds up all that wait for it.
+def share_by_pace(slots: Sequence[Slot]) -> list[Slot]:
+    """Send slow engines fewer requests, and return those newly found: an answer there holds up all that wait for it.
 
     The third power lets the pace settle near that of the others, though an engine with fewer requests is faster: with
     most of a step's time in its cache, an engine of a third of the speed gets about a fifth of the requests.
     """
     known = [slot for slot in slots if slot.is_up and slot.pace.is_known]
     if len(known) < 3:  # of two nobody can tell which is the odd one
-        return
+        return []
+    found: list[Slot] = []
     usual = statistics.median(slot.pace.seconds_per_token for slot in known)
     for slot in known:
         slot.share = min(1.0, (_SLOWER * usual / max(1e-9, slot.pace.seconds_per_token)) ** 3)
@@ -370,11 +390,13 @@ def share_by_pace(slots: Sequence[Slot]) -> None:
             slot.is_named_slow = False
         elif slot.share < _TOLD_BELOW and not slot.is_named_slow:  # once: its share goes up and down meanwhile
             slot.is_named_slow = True
+            found.append(slot)
             log.warning(
                 "%s is slow: %.1f times as long a token as the median of %d engines; it gets fewer requests until it "
                 "is not. Look at the clocks, temperature and other processes of its node",
                 slot.engine.name, slot.pace.seconds_per_token / max(1e-9, usual), len(known),
             )  # fmt: skip
+    return found
 
 
 # eq=False: requests and slots are compared and hashed by identity; equal requests may be open at once.
@@ -388,6 +410,8 @@ class Request:
     asking: asyncio.Task[None] | None = None
     lost_on: list[Slot] = field(default_factory=list)
     """Engines that died while they had this request; one that died twice is in it twice."""
+    is_moved: bool = False
+    """Whether a slow engine had it before."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -463,7 +487,6 @@ async def _close_after(tasks: Sequence[asyncio.Task[None]], engine: PooledEngine
 
 
 # ---- restarts ----
-# Limit how often and how fast lost engines are replaced.
 
 
 _LONGEST_PAUSE_S = 60.0
@@ -475,25 +498,3 @@ CountLoss = Callable[[str, BaseException], None]
 def pause_before_start(num_in_vain: int) -> float:
     """Return the seconds to wait before the next start of an engine, after so many that gave no answer."""
     return min(2.0 ** min(num_in_vain - 1, 10), _LONGEST_PAUSE_S) if num_in_vain else 0.0
-
-
-class RestartLimit:
-    """Counts lost engines within a window of time, and refuses to replace more than a number of them."""
-
-    def __init__(self, allowed: int, *, window_s: float, key: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`key` is the setting that allows so many, for the message."""
-        self._allowed, self._window_s, self._key, self._clock = allowed, window_s, key, clock
-        self._losses: deque[float] = deque()
-
-    def count(self, name: str, error: BaseException) -> None:
-        """Count a loss. Raise ResourceError, with the last reason, if the window has too many."""
-        now = self._clock()
-        self._losses.append(now)
-        while self._losses[0] < now - self._window_s:  # never empty: it holds this loss
-            self._losses.popleft()
-        if len(self._losses) > self._allowed:
-            raise ResourceError(
-                f"{len(self._losses)} engines were lost within {self._window_s / 60:g} minutes, and {self._key} = "
-                f"{self._allowed} allows no more; the last was {name}: {error}"
-            ) from error
-        log.warning("%s was lost (%s); starting another", name, error)

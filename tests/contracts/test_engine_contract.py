@@ -23,8 +23,15 @@ from klear_core.config.evaluate import (
 )
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine, score
-from klear_core.generate.factory import EndpointMember, EngineSpec, LocalMember, build_engine, build_trainable_engine
-from klear_core.generate.pool import EnginePool, PooledEngine, RestartLimit
+from klear_core.generate.factory import (
+    EndpointMember,
+    EngineSpec,
+    LocalMember,
+    RestartLimit,
+    build_engine,
+    build_trainable_engine,
+)
+from klear_core.generate.pool import EnginePool, PooledEngine
 from klear_core.seeding import seed_for
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model

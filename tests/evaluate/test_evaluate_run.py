@@ -20,8 +20,8 @@ from klear_core.errors import DataError, JudgeError, ResourceError
 from klear_core.evaluate.run import answer_benchmarks, report_scores
 from klear_core.evaluate.sample import NO_EARLIER, Benchmark, EngineAnswers, EvalSetup, earlier_answers
 from klear_core.generate.engine import InferenceEngine
-from klear_core.generate.factory import LocalMember
-from klear_core.generate.pool import EnginePool, RestartLimit
+from klear_core.generate.factory import LocalMember, RestartLimit
+from klear_core.generate.pool import EnginePool
 from klear_core.metrics import NullTelemetry
 from klear_core.scores import read_reports
 from klear_core.types import EvalSample, Problem, Verdict

@@ -11,8 +11,8 @@ from fake_engine import FakeAnswer, FakeEngine
 from klear_core.config.evaluate import HttpEngineConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
-from klear_core.generate.factory import EndpointMember, LocalMember
-from klear_core.generate.pool import EngineLost, EnginePool, RestartLimit
+from klear_core.generate.factory import EndpointMember, LocalMember, RestartLimit
+from klear_core.generate.pool import EngineLost, EnginePool
 
 PARAMS = SamplingParams(
     num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=8, seed=0

@@ -10,7 +10,8 @@ import pytest
 
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.pool import EngineLost, EnginePool, RestartLimit
+from klear_core.generate.factory import RestartLimit
+from klear_core.generate.pool import EngineLost, EnginePool
 from klear_core.types import Completion
 
 

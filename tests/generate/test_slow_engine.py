@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from virtual_clock import run_virtually
@@ -27,6 +28,9 @@ class TimedEngine:
     def __init__(self, name: str, token_s: float) -> None:
         self.name, self.token_s = name, token_s
         self.num_running = self.num_answers = 0
+        self.asked: list[int] = []
+        """Seeds of all requests, in order."""
+        self.given_up: list[int] = []
 
     async def start(self) -> None: ...
 
@@ -34,9 +38,13 @@ class TimedEngine:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         self.num_running += 1
+        self.asked.append(params.seed)
         try:
             for _ in range(10):
                 await asyncio.sleep(self.token_s * (1 + self.num_running / 4))
+        except asyncio.CancelledError:
+            self.given_up.append(params.seed)
+            raise
         finally:
             self.num_running -= 1
         self.num_answers += 1
@@ -45,19 +53,23 @@ class TimedEngine:
         ]
 
 
-async def served(engines: list[TimedEngine], num_requests: int, in_flight: int) -> list[float]:
-    """Return how many seconds each answer took."""
+async def served(
+    engines: list[TimedEngine], num_requests: int, in_flight: int, *, slow_at: float | None = None
+) -> list[float]:
+    """Return how many seconds each answer took; at `slow_at` the last engine becomes three times slower."""
     pool = EnginePool(engines, lambda _name, error: (_ for _ in ()).throw(error))
     await pool.start()
     room, loop = asyncio.Semaphore(in_flight), asyncio.get_running_loop()
 
-    async def ask() -> float:
+    async def ask(seed: int) -> float:
         async with room:
             began = loop.time()
-            await pool.generate((1,), PARAMS)
+            await pool.generate((1,), replace(PARAMS, seed=seed))
             return loop.time() - began
 
-    return list(await asyncio.gather(*(ask() for _ in range(num_requests))))
+    if slow_at is not None:
+        loop.call_at(slow_at, setattr, engines[-1], "token_s", 3 * engines[-1].token_s)
+    return list(await asyncio.gather(*map(ask, range(num_requests))))
 
 
 def test_a_slow_engine_gets_fewer_requests_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,3 +99,25 @@ def test_equal_engines_get_equal_shares_and_no_warning(caplog: pytest.LogCapture
         run_virtually(served(engines, 1200, 120))
     assert {engine.num_answers for engine in engines} == {200}
     assert caplog.records == []
+
+
+def test_the_newest_requests_of_an_engine_that_becomes_slow_are_asked_again_elsewhere_with_their_seeds() -> None:
+    engines = [TimedEngine(f"engine {i}", 1.0) for i in range(6)]
+    run_virtually(served(engines, 1200, 120, slow_at=300.0))
+    slow, others = engines[-1], engines[:-1]
+    assert slow.given_up, "it has 20, and may keep a fifth of 40"
+    assert len(slow.given_up) <= 12
+    assert slow.given_up == sorted(slow.given_up), "seeds count the requests: the order of asking"
+    began_with = slow.asked[slow.asked.index(slow.given_up[0]) - 8 : slow.asked.index(slow.given_up[0])]
+    assert not set(began_with) & set(slow.given_up), "the oldest stay"
+    again = [seed for engine in others for seed in engine.asked if seed in slow.given_up]
+    assert sorted(again) == slow.given_up
+    assert sum(engine.num_answers for engine in engines) == 1200
+    assert not any(engine.given_up for engine in others)
+
+
+def test_a_slow_engine_keeps_its_requests_where_no_other_has_room() -> None:
+    engines = [TimedEngine(f"engine {i}", 1.0) for i in range(4)]
+    run_virtually(served(engines, 1600, 400, slow_at=300.0))
+    assert not any(engine.given_up for engine in engines)
+    assert sum(engine.num_answers for engine in engines) == 1600

@@ -17,8 +17,8 @@ from simulated_cluster import SimulatedEngine
 from virtual_clock import run_virtually
 
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.factory import LongestFirst
-from klear_core.generate.pool import EnginePool, RestartLimit
+from klear_core.generate.factory import LongestFirst, RestartLimit
+from klear_core.generate.pool import EnginePool
 from klear_core.types import Completion
 
 NUM_ENGINES, NUM_MODELS = 8, 2

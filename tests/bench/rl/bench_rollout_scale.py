@@ -56,6 +56,8 @@ LONGEST, LONG_TAIL, LONGER_SIGMA = 32_768, 65_536, 1.5
 """Longest answer; that of the setups with a longer tail, and by how much their lengths' sigma is larger: 1.2 for 0.8."""
 SLOWNESS = 3.0
 """How much longer a step of a slow engine takes."""
+SLOW_AT_S = 3900.0
+"""When an engine becomes slow: in the tenth step."""
 SLOTS, SLOTS_OF_LONG = 80, 40
 """Requests kept at an engine, also with the longer tail: more do not fit into its cache at their mean length, and would
 be preempted."""
@@ -76,6 +78,8 @@ class Setup:
     """Steps before the measurement."""
     num_slow: int = 0
     """Engines that are three times slower than the others."""
+    slow_at: float = 0.0
+    """Seconds after which they are."""
     has_long_tail: bool = False
     slots: int = SLOTS
     """Requests kept at an engine."""
@@ -83,7 +87,8 @@ class Setup:
     @property
     def name(self) -> str:
         """Return the name of its measures."""
-        more = "/one slow engine" * (self.num_slow == 1) + f"/long tail, {self.slots} requests" * self.has_long_tail
+        more = "/one slow engine" * (self.num_slow == 1) + f", from {self.slow_at:g} s on" * (self.slow_at > 0)
+        more += f"/long tail, {self.slots} requests" * self.has_long_tail
         return f"rollout_scale/{self.num_gpus}_gpus/{self.num_groups}_groups/{self.mode}{more}"
 
     @property
@@ -112,7 +117,8 @@ def setups() -> Iterator[Setup]:
             yield Setup(mode, num_gpus, num_workers, num_groups, num_before + num_measured, num_before)
     for num_gpus, num_workers in ((256, 64), (1024, 256)):
         yield Setup("continuous", num_gpus, num_workers, 128, 20, 8)
-    yield Setup("continuous", 32, 8, 128, 18, 6, num_slow=1)
+    for slow_at in (0.0, SLOW_AT_S):
+        yield Setup("continuous", 32, 8, 128, 18, 6, num_slow=1, slow_at=slow_at)
     for slots in (SLOTS, SLOTS_OF_LONG):
         yield Setup("continuous", 32, 8, 128, 18, 6, has_long_tail=True, slots=slots)
 
@@ -224,6 +230,7 @@ async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[s
                 limit=limit,
                 full=setup.slots,
                 cache_tokens=fit.cache_tokens,
+                slow_at=setup.slow_at,
                 slowness=SLOWNESS if i < setup.num_slow else 1.0,
                 spread=LONGER_SIGMA if setup.has_long_tail else 1.0,
             )

@@ -81,13 +81,16 @@ class SimulatedEngine:
         full: int,
         cache_tokens: int,
         slowness: float = 1.0,
+        slow_at: float = 0.0,
         spread: float = 1.0,
     ) -> None:
-        """`full` is the number of running answers with which it counts as busy; a step takes `slowness` times as long.
+        """`full` is the number of running answers with which it counts as busy.
 
-        `spread` is by how much the sigma of the answers' lengths is larger.
+        From the second `slow_at` on a step takes `slowness` times as long. `spread` is by how much the sigma of the
+        answers' lengths is larger.
         """
-        self._slowness, self._spread = slowness, spread
+        self._slowness, self._spread = 1.0, spread
+        self._slow_at, self._slowness_then = slow_at, slowness
         self.name, self.limit = name, limit
         self._full = full
         self.version = 0
@@ -108,7 +111,13 @@ class SimulatedEngine:
         self._at = self._blocked_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        asyncio.get_running_loop().call_at(self._slow_at, self._become_slow)
+
+    def _become_slow(self) -> None:
+        self._advance()
+        self._slowness = self._slowness_then
+        self._schedule()
 
     async def close(self) -> None: ...
 
@@ -122,7 +131,11 @@ class SimulatedEngine:
         self._waiting.append(request)
         self._admit()
         self._schedule()
-        await future  # the simulation cancels nothing before it ends
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._forget(request)
+            raise
         blocks = -(-num_tokens // BLOCK)
         versions: list[int] = []
         for (_, version), (until, _) in zip(
@@ -138,6 +151,16 @@ class SimulatedEngine:
                 policy_versions=tuple(versions),
             )
         ]
+
+    def _forget(self, request: _Running) -> None:
+        """Stop an answer that nobody waits for."""
+        self._advance()
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for key in [key for key, running in self._running.items() if running is request]:
+            self._leave(key)
+        self._admit()
+        self._schedule()
 
     def load_weights(self, version: int, seconds: float) -> None:
         """Pause, take the weights in so many seconds, and compute the cache again."""
