@@ -357,6 +357,15 @@ def test_an_engine_never_asks_ray_for_its_processes(tmp_path: Path, tensor_paral
     assert arguments["distributed_executor_backend"] == backend
 
 
+def test_the_cache_and_the_tokens_of_a_step_are_vllms_own_unless_they_are_set(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, build_model())
+    names = {"kv_cache_memory_bytes", "max_num_batched_tokens"}
+    assert not names & set(engine_arguments(VllmEngineConfig(), folder, seed=0))
+    cfg = VllmEngineConfig(runtime=VllmRuntime(kv_cache_mb=3, max_num_batched_tokens=8192))
+    arguments = engine_arguments(cfg, folder, seed=0)
+    assert [arguments[name] for name in sorted(names)] == [3 * 2**20, 8192]
+
+
 def test_arguments_of_vllm_are_passed_on_and_those_that_are_ours_refused(tmp_path: Path) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 4}
     cfg = VllmEngineConfig(kv_cache_dtype="fp8", engine_args={"speculative_config": ngram})
