@@ -31,12 +31,15 @@ from klear_core.artifacts.remote_paths import remote_paths_of  # noqa: E402
 from klear_core.artifacts.store import LocalSlot  # noqa: E402
 from klear_core.cluster.gang import run_on_ray  # noqa: E402
 from klear_core.cluster.rl_workers import RayWorkers  # noqa: E402
+from klear_core.config.rl import RlCheckpointConfig  # noqa: E402
 from klear_core.metrics import NullTelemetry  # noqa: E402
 from klear_core.rl.interfaces import RlSetup  # noqa: E402
 from klear_core.rl.loop import run_rl  # noqa: E402
 from klear_core.sft.loop import train_sft  # noqa: E402
 from tasks.resources import Needs, ray_session  # noqa: E402
 
+NEVER = 1000
+"""Steps between two checkpoints of a training that nothing happens to."""
 NEEDS = Needs(num_cpus=1, object_store_bytes=80 << 20)
 
 
@@ -76,13 +79,15 @@ def main(root: Path, url: str, up: Path) -> None:
     )
 
     def sft(slot: LocalSlot, name: str) -> None:
-        cfg = sft_config(every_steps=1, num_workers=2, num_epochs=1)
+        cfg = sft_config(every_steps=1 if name == "sft-cut" else NEVER, num_workers=2, num_epochs=1)
         train_sft(
             cfg, model=base, traces=rows, seed=5, workdir=slot.workdir, telemetry=Announcer(name), run_ranks=run_on_ray
         )
 
     def rl(slot: LocalSlot, name: str) -> None:
-        cfg = rl_config(num_workers=2, num_rollout_actors=2, max_restarts=2)
+        checkpoint = RlCheckpointConfig(every_steps=2 if name == "rl-cut" else NEVER)
+        # A node is one loss, whatever ran on it.
+        cfg = rl_config(num_workers=2, num_rollout_actors=2, max_restarts=1, checkpoint=checkpoint)
         setup = RlSetup(cfg=cfg, model=tiny, seed=0, workdir=slot.workdir, remote=remote_paths_of(slot.workdir))
         asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, Announcer(name), RayWorkers()))
 
