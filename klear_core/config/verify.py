@@ -239,8 +239,8 @@ class CodeConfig(Settings):
     compare: Literal["tokens", "whitespace", "exact", "decimal"] = "tokens"
     """Comparison of standard output. `tokens`: line by line and token by token, decimals within the tolerances;
     `whitespace`: tokens as text; `exact`: the stripped text (Klear-Reasoner); `decimal`: as LiveCodeBench's
-    harness: stripped lines, equal as text or as lists of exact decimals; results of calls without a tolerance; any exit
-    status."""
+    harness: stripped lines, equal as text or as lists of exact decimals; results of calls without a tolerance, in which
+    tuples and iterators are no lists; any exit status."""
     abs_tolerance: float = Field(default=1e-9, ge=0, le=1)
     """Absolute tolerance for decimals in `tokens`, and for floats in a call's result."""
     rel_tolerance: float = Field(default=1e-6, ge=0, le=0.1)
