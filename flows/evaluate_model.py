@@ -77,6 +77,7 @@ class Asked:
     profile: str | None
     num_samples: int | None
     num_problems: int | None = None
+    prompt: str | None = None
     max_tokens: int | None
     engine: Literal["auto", "torch", "vllm"]
     overrides: Sequence[str]
@@ -191,6 +192,8 @@ def _benchmarks(asked: Asked, of_profile: Sequence[Mapping[str, Any]]) -> list[d
     chosen = [_benchmark(name, named) for name in asked.benchmarks] or list(named.values())
     if asked.num_samples is not None:
         chosen = [benchmark | {"num_samples": asked.num_samples} for benchmark in chosen]
+    if asked.prompt is not None:
+        chosen = [benchmark | {"prompt": asked.prompt} for benchmark in chosen]
     if asked.num_problems is not None:
         chosen = [_part(benchmark, asked.num_problems) for benchmark in chosen]
     return chosen
