@@ -245,6 +245,10 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
             "--problems", min=1, help="Number of problems of each benchmark, drawn by the seed; default: all."
         ),
     ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Prompt of all benchmarks, such as boxed, or a template with {question}."),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Maximum tokens of an answer; default: that of the profile or model, else 32,768."),
@@ -275,6 +279,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
         profile=profile,
         num_samples=num_samples,
         num_problems=num_problems,
+        prompt=prompt,
         max_tokens=max_tokens,
         engine=engine,
         overrides=overrides or [],

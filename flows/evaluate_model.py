@@ -40,7 +40,7 @@ from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import HubModelConfig
-from klear_core.config.verify import VerifyConfig, has_benchmark_default, own_benchmark_settings
+from klear_core.config.verify import VerifyConfig, has_benchmark_default, sections_of_evaluation
 from klear_core.cpus import usable_cpus
 from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
@@ -77,6 +77,7 @@ class Asked:
     profile: str | None
     num_samples: int | None
     num_problems: int | None = None
+    prompt: str | None = None
     max_tokens: int | None
     engine: Literal["auto", "torch", "vllm"]
     overrides: Sequence[str]
@@ -191,6 +192,8 @@ def _benchmarks(asked: Asked, of_profile: Sequence[Mapping[str, Any]]) -> list[d
     chosen = [_benchmark(name, named) for name in asked.benchmarks] or list(named.values())
     if asked.num_samples is not None:
         chosen = [benchmark | {"num_samples": asked.num_samples} for benchmark in chosen]
+    if asked.prompt is not None:
+        chosen = [benchmark | {"prompt": asked.prompt} for benchmark in chosen]
     if asked.num_problems is not None:
         chosen = [_part(benchmark, asked.num_problems) for benchmark in chosen]
     return chosen
@@ -270,12 +273,7 @@ def settings_of(artifact: Path) -> Taken | None:
         scored = read_manifest(newest_evaluation(artifact))
         evaluate = EvaluateConfig.model_validate(scored.config["evaluate"]).model_copy(update={"templates": {}})
         verify = VerifyConfig.model_validate(scored.config["verify"])
-        sections = {
-            "evaluate": evaluate.model_dump(mode="json"),
-            "verify": verify.model_dump(mode="json"),
-            # without these, the defaults of benchmarks would replace those of `verify`
-            "judge": {"evaluate": own_benchmark_settings(verify)},
-        }
+        sections = {"evaluate": evaluate.model_dump(mode="json"), **sections_of_evaluation(verify)}
         return Taken(sections=sections, origin=f"its evaluation {scored.fingerprint[:8]}")
     with suppress(ArtifactError, KeyError, ValidationError):
         trained = read_manifest(artifact)

@@ -239,8 +239,8 @@ class CodeConfig(Settings):
     compare: Literal["tokens", "whitespace", "exact", "decimal"] = "tokens"
     """Comparison of standard output. `tokens`: line by line and token by token, decimals within the tolerances;
     `whitespace`: tokens as text; `exact`: the stripped text (Klear-Reasoner); `decimal`: as LiveCodeBench's
-    harness: stripped lines, equal as text or as lists of exact decimals; results of calls without a tolerance; any exit
-    status."""
+    harness: stripped lines, equal as text or as lists of exact decimals; results of calls without a tolerance, in which
+    tuples and iterators are no lists; any exit status."""
     abs_tolerance: float = Field(default=1e-9, ge=0, le=1)
     """Absolute tolerance for decimals in `tokens`, and for floats in a call's result."""
     rel_tolerance: float = Field(default=1e-6, ge=0, le=0.1)
@@ -454,10 +454,17 @@ class StageJudges(Settings):
     """Judging of benchmark answers. By default programs are judged as LiveCodeBench does, whatever `[verify]` says."""
 
 
-def own_benchmark_settings(verify: VerifyConfig) -> dict[str, Any]:
-    """Return those of complete judge settings that evaluation does not take from `[verify]`, as `[judge.evaluate]`."""
-    settings = verify.model_dump(mode="json")
-    return {name: {key: settings[name][key] for key in of} for name, of in _BENCHMARK_DEFAULTS.items()}
+def sections_of_evaluation(verify: VerifyConfig) -> dict[str, Any]:
+    """Return the sections `verify` and `judge` by which evaluation has these complete judge settings.
+
+    Evaluation's own defaults are left out, so that two runs with the same judge have the same sections.
+    """
+    common = verify.model_dump(mode="json")
+    own: dict[str, Any] = {}
+    for name, defaults in _BENCHMARK_DEFAULTS.items():
+        values = {key: common[name].pop(key) for key in defaults}
+        own[name] = {key: value for key, value in values.items() if value != defaults[key]}
+    return {"verify": common, "judge": {"evaluate": own}}
 
 
 def has_benchmark_default(key: str) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from klear_core.config.load import load_profile
 from klear_core.config.settings import config_digest
 from klear_core.config.stage import EvaluateJob, RlJob, Stage
+from klear_core.config.verify import StageJudges, VerifyConfig, sections_of_evaluation
 from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import stages_of
 
@@ -48,6 +49,21 @@ def test_evaluation_judges_programs_as_livecodebench_does_unless_told_otherwise(
     assert (config.judge_of("rl").code.max_tests, config.judge_of("rl").code.compare) == (3, "exact")
     own = load_profile(SMOKE, ["judge.evaluate.code.max_tests=9"]).judge_of("evaluate").code
     assert (own.max_tests, own.compare) == (9, "decimal")
+
+
+@pytest.mark.parametrize("overrides", [[], ["verify.tags=none", "judge.evaluate.code.max_tests=9"]])
+def test_a_stored_judge_is_the_settings_that_made_it_without_the_defaults(overrides: list[str]) -> None:
+    """Two runs by the same settings are then shown as such, whether they took them from an evaluation or not."""
+    config = load_profile(SMOKE, overrides)
+    sections = sections_of_evaluation(config.judge_of("evaluate"))
+    again = config.model_copy(
+        update={
+            "verify": VerifyConfig.model_validate(sections["verify"]),
+            "judge": StageJudges.model_validate(sections["judge"]),
+        }
+    )
+    assert again == config
+    assert again.judge_of("evaluate") == config.judge_of("evaluate")
 
 
 def test_a_stage_without_settings_of_its_own_has_the_common_ones() -> None:

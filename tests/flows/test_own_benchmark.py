@@ -114,6 +114,14 @@ def test_a_setting_of_verify_that_no_evaluation_has_is_refused_with_the_one_that
     assert config(tmp_path, model, "q", overrides=["verify.math.cpu_s=3"]).verify.math.cpu_s == 3
 
 
+def test_the_prompt_of_all_benchmarks_can_be_named(tmp_path: Path) -> None:
+    model = trained_model(tmp_path)
+    asked = config(tmp_path, model, "q", prompt="boxed")
+    assert [benchmark.prompt for benchmark in asked.benchmarks] == ["boxed"]
+    with pytest.raises(ConfigError, match=r"prompt 'boxd' is neither one of plain, boxed"):
+        config(tmp_path, model, "q", prompt="boxd")
+
+
 def test_a_part_of_a_benchmark_has_a_name_of_its_own(tmp_path: Path) -> None:
     (part,) = config(tmp_path, trained_model(tmp_path), "q", "r", num_problems=1).benchmarks
     assert (part.name, part.num_problems) == ("own_part_1", 1)

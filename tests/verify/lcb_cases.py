@@ -73,6 +73,20 @@ OUTPUTS = [
     prints("something for nothing", "1", ""),
     prints("hex", "0x10", "16"),
     prints("one number less", "1 2", "1 2 3"),
+    prints("a leading zero before 5,000 digits", "0" + "1" * 5000, "1" * 5000),
+    prints("forty digits after the point", "1." + "0" * 39 + "1", "1"),
+    prints("an exponent beyond a double's", "1e400", "1E+400"),
+    prints("an exponent below a double's", "1e-400", "0"),
+    prints("a vertical tab between numbers", "1\x0b2", "1 2"),
+    prints("a form feed for a line end", "1\x0c2", "1\n2"),
+    prints("a carriage return for a line end", "1\r2", "1\n2"),
+    prints("a no-break space between numbers", "1\u00a02", "1 2"),
+    prints("a no-break space between words", "a\u00a0b", "a b"),
+    prints("a byte order mark", "\ufeff1", "1"),
+    prints("a unit separator at the end", "6\x1f", "6"),
+    prints("nan twice", "nan 1", "nan  1"),
+    prints("a fraction", "1/2", "0.5"),
+    prints("a comma for thousands", "1,000", "1000"),
 ]
 VALUES = [
     returns("the value", "[1, 2]", "[1, 2]"),
@@ -91,6 +105,23 @@ VALUES = [
     returns("a set for a list", "{1}", "[1]"),
     returns("a list in another order", "[2, 1]", "[1, 2]"),
     returns("nan", "float('nan')", "NaN"),
+    returns("nan in a list", "[float('nan')]", "[NaN]"),
+    returns("a tuple of tuples", "((1, 2), (3, 4))", "[[1, 2], [3, 4]]"),
+    returns("a named tuple", "namedtuple('P', 'a b')(1, 2)", "[1, 2]"),
+    returns("a range", "range(2)", "[0, 1]"),
+    returns("a generator", "(i for i in range(2))", "[0, 1]"),
+    returns("a deque", "deque([1, 2])", "[1, 2]"),
+    returns("a deque in a list", "[deque([1, 2])]", "[[1, 2]]"),
+    returns("the keys of a dict", "{1: 1}.keys()", "[1]"),
+    returns("a Counter", "Counter('a')", '{"a": 1}'),
+    returns("a large integer for a float", "2**70", "1180591620717411303424.0"),
+    returns("an integer that no float is", "2**53 + 1", "9007199254740992.0"),
+    returns("bytes", "b'a'", '"a"'),
+    returns("a Decimal", "__import__('decimal').Decimal(2)", "2"),
+    returns("an object that equals everything", "type('E', (), {'__eq__': lambda self, other: True})()", "7"),
+    returns("a numpy number", "__import__('numpy').int64(3)", "3"),
+    returns("a numpy array", "__import__('numpy').array([1, 2])", "[1, 2]"),
+    returns("by the name mode", "mode([x, x, 2])", "1"),
     returns("inf", "float('inf')", "Infinity"),
     LcbCase(
         name="returns by a function", program="def f(x):\n    return x + 1\n", given="1", expected="2", fn_name="f"
@@ -131,6 +162,23 @@ VALUES = [
         expected="[1, 3]",
         fn_name="f",
     ),
+]
+VALUES += [
+    LcbCase(name=f"returns {name}", program=program, given=given, expected="1", fn_name="f")
+    for name, program, given in (
+        (
+            "by a class inherited",
+            "class B:\n    def f(self, x):\n        return x\nclass Solution(B):\n    pass\n",
+            "1",
+        ),
+        ("by a lambda", "f = lambda x: x\n", "1"),
+        ("beside the words class Solution", "# no class Solution here\ndef f(x):\n    return x\n", "1"),
+        ("by a function beside a class Solution", "class Solution:\n    pass\ndef f(x):\n    return x\n", "1"),
+        ("by Optional[ListNode] in a signature", "def f(x: Optional[ListNode]):\n    return x\n", "1"),
+        ("after an import from __future__", "from __future__ import annotations\ndef f(x):\n    return x\n", "1"),
+        ("with too many arguments", "def f(x):\n    return x\n", "1\n2"),
+        ("by another name", "def g(x):\n    return x\n", "1"),
+    )
 ]
 _SUM = "n = int(input())\nprint(sum(map(int, input().split())))\n"
 PROGRAMS = [
@@ -192,6 +240,67 @@ PROGRAMS = [
         "a decorator and a class",
         "from functools import lru_cache\nclass A:\n    @staticmethod\n    @lru_cache(None)\n    def f(n):\n        return n * 2\nprint(A.f(3))\n",
     ),
+]
+PROGRAMS += [
+    reads(
+        "input() past the end of a line without end",
+        "try:\n    while True:\n        input()\nexcept EOFError:\n    print(6)\n",
+        "3\n1",
+    ),
+    reads("input() of an empty line", "input()\nprint(len(input()) + len(input()))\n", "3\n\nx\n", "1"),
+    reads("input() of a Windows line", "print(len(input()))\n", "abc\r\n", "3"),
+    reads("input() with a prompt", "input('n?')\nprint(6)\n"),
+    reads(
+        "readline(), then read()", "import sys\nsys.stdin.readline()\nprint(sum(map(int, sys.stdin.read().split())))\n"
+    ),
+    reads("readlines() less their ends", "import sys\nprint(sum(map(int, sys.stdin.readlines()[1][:-1].split())))\n"),
+    reads("sys.stdin.read(1)", "import sys\nprint(len(sys.stdin.read(1)))\n", expected="1"),
+    reads(
+        "sys.stdin.buffer.readlines()", "import sys\nprint(sum(map(int, sys.stdin.buffer.readlines()[1].split())))\n"
+    ),
+    reads("next(sys.stdin)", "import sys\nnext(sys.stdin)\nprint(sum(map(int, next(sys.stdin).split())))\n"),
+    reads("/dev/stdin", "print(sum(map(int, open('/dev/stdin').read().split()[1:])))\n"),
+    reads(
+        "os.fstat(0)",
+        "import io, os\nf = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nf()\nprint(sum(map(int, f().split())))\n",
+    ),
+    reads("fileinput", "import fileinput\nprint(sum(map(int, list(fileinput.input())[1].split())))\n"),
+    reads("stdin without import", "stdin.readline()\nprint(sum(map(int, stdin.readline().split())))\n"),
+    reads("stdout without import", "stdout.write('6')\n"),
+    reads("maxsize without import", "print(6 if maxsize > 0 else 0)\n"),
+    reads("loads without import", "print(loads('6'))\n"),
+    reads("shuffle without import", "x = [6]\nshuffle(x)\nprint(x[0])\n"),
+    reads("findall without import", "print(findall('[0-9]', 'a6')[0])\n"),
+    reads("StringIO without import", "print(StringIO('6').read())\n"),
+    reads("os without import", "print(6 if os else 0)\n"),
+    reads(
+        "sys.stdout in a StringIO",
+        "import io, sys\nout, sys.stdout = sys.stdout, io.StringIO()\nprint(6)\nout.write(sys.stdout.getvalue())\n",
+    ),
+    reads("sys.stdout closed at the end", "import sys\nprint(6)\nsys.stdout.close()\n"),
+    reads("atexit", "import atexit\natexit.register(print, 6)\n"),
+    reads("__del__ at the end", "class A:\n    def __del__(self):\n        print(6)\na = A()\n"),
+    reads(
+        "a thread that nobody joins",
+        "import threading, time\ndef f():\n    time.sleep(0.3)\n    print(6)\nthreading.Thread(target=f).start()\n",
+    ),
+    reads("__main__ guard the other way round", "if '__main__' == __name__:\n    print(6)\n"),
+    reads("globals()", "x = 6\nprint(globals()['x'])\n"),
+    reads("an import from __future__", "from __future__ import annotations\nprint(6)\n"),
+    reads("a star import in a try", "try:\n    from math import *\nexcept ImportError:\n    pass\nprint(6)\n"),
+    reads("return outside a function", "print(6)\nreturn\n"),
+    reads("eval in a comprehension", "a = 6\nprint([eval('a') for _ in range(1)][0])\n"),
+    reads("sys.argv", "import sys\nprint(len(sys.argv))\n", expected="1"),
+    reads("resource", "import resource\nprint(6)\n"),
+    reads("os.getcwd()", "import os\nos.getcwd()\nprint(6)\n"),
+    reads("os.fork()", "import os\nif os.fork() == 0:\n    os._exit(0)\nprint(6)\n"),
+    reads(
+        "recursion of 60,000 frames", "def f(n):\n    return 0 if n == 0 else 1 + f(n - 1)\nprint(f(60000) - 59994)\n"
+    ),
+    reads("an integer of 5,000 digits", "print(str(10**5000)[:1])\n", expected="1"),
+    reads("sys.exit(text)", _SUM + "import sys\nsys.exit('bye')\n"),
+    reads("KeyboardInterrupt", _SUM + "raise KeyboardInterrupt\n"),
+    reads("17 MB of output", "print('a' * (17 << 20))\n", expected="a" * (17 << 20)),
 ]
 CASES = [*OUTPUTS, *VALUES, *PROGRAMS]
 

@@ -13,22 +13,55 @@ from klear_core.verify import JudgePool
 
 IS_RIGHT = json.loads(VERDICTS.read_text())["is_right"]
 
-STDIN = "its stand-in for standard input lacks this; the contests' own judges accept the program"
-STDOUT = "it collects text from sys.stdout alone; the contests' own judges accept the program"
-WRAPPED = "it runs the program as the body of a function; the contests' own judges accept the program"
+ACCEPTED = "the contests' own judges accept the program"
+STDIN = f"its stand-in for standard input lacks this; {ACCEPTED}"
+STDOUT = f"it collects text from sys.stdout alone; {ACCEPTED}"
+WRAPPED = f"it runs the program as the body of a function, behind its own imports; {ACCEPTED}"
+TAKEN = f"it takes this away from the program; {ACCEPTED}"
+NO_JSON = "such a result has no JSON form in which it could leave the jail"
 DIFFERENT = {
     "sys.stdin.buffer.readline() twice": STDIN,
+    "sys.stdin.buffer.readlines()": STDIN,
+    "sys.stdin.read(1)": STDIN,
+    "readline(), then read()": STDIN,
+    "readlines() less their ends": STDIN,
+    "input() of a Windows line": STDIN,
     "a loop over sys.stdin": STDIN,
+    "next(sys.stdin)": STDIN,
     "open(0)": STDIN,
+    "/dev/stdin": STDIN,
     "os.read(0)": STDIN,
+    "os.fstat(0)": STDIN,
     "sys.stdout.buffer.write": STDOUT,
+    "stdout without import": STDOUT,
     "os.write(1)": STDOUT,
     "os._exit(0) after a flush": STDOUT,
+    "sys.stdout closed at the end": STDOUT,
+    "atexit": STDOUT,
+    "a thread that nobody joins": STDOUT,
     "global": WRAPPED,
+    "globals()": WRAPPED,
+    "eval in a comprehension": WRAPPED,
+    "a star import in a try": WRAPPED,
+    "an import from __future__": WRAPPED,
+    "returns after an import from __future__": WRAPPED,
     "__main__ guard that is not last": WRAPPED,
-    "quit()": "it takes quit away and leaves exit",
-    "returns a tuple in a list": "results cross the jail's wall as JSON, which has lists alone",
-    "returns a dict with number keys": "results cross the jail's wall as JSON, whose keys are text",
+    "__main__ guard the other way round": WRAPPED,
+    "returns beside the words class Solution": "it takes the words for a class",
+    "returns by a function beside a class Solution": "it looks in the class alone",
+    "returns by Optional[ListNode] in a signature": "it does not have LeetCode's class",
+    "os without import": "more modules than it imports are there",
+    "quit()": TAKEN,
+    "resource": TAKEN,
+    "os.getcwd()": TAKEN,
+    "os.fork()": TAKEN,
+    "sys.argv": "the arguments are its own process's",
+    "an integer of 5,000 digits": "Python's limit of 4,300 digits is off here, as in the contests' older versions",
+    "return outside a function": "a program is run as a file, in which this is a syntax error",
+    "__del__ at the end": "the process ends without taking its objects apart",
+    "17 MB of output": "a program may print verify.limits.output_mb = 16",
+    "returns a Decimal": NO_JSON,
+    "returns an object that equals everything": NO_JSON,
     "a file that is written": "a program may not write to its current folder",
 }
 SLOW = ("a loop without end", "a sleep of one second")

@@ -42,7 +42,7 @@ class PublishedModel(Settings):
     sampling: dict[str, float] = {}
     """Settings of `evaluate.sampling` that the source states: `temperature`, `top_p`, `top_k`, `max_new_tokens`."""
     harness: str = ""
-    """Program that sampled and judged the answers; empty if the source does not say."""
+    """Program that judged the answers, `lcb_runner` for LiveCodeBench's own; empty if the source does not say."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -125,6 +125,9 @@ def _different(published: PublishedModel, ours: EvalReport) -> Iterator[str]:
     for name, value in published.sampling.items():
         if sampling[name] != value:
             yield f"{name} {value:g}, here {sampling[name]:g}"
+    has_its_verdicts = ours.judge is not None and ours.judge.settings.code.compare == "decimal"
+    if published.harness and not (published.harness == "lcb_runner" and has_its_verdicts):
+        yield f"harness {published.harness}, here Klear's judge"
 
 
 def rerun_bound(score: float, num_problems: int, *num_samples: int, confidence: float) -> float:

@@ -199,7 +199,9 @@ class CodeJudge:
             if reply.status is not Status.REPLIED:
                 return _failure(reply, limits)
         try:
-            answer = plain_value(reply.data)
+            # A checker gets lists whatever the rule.
+            is_exact = self._cfg.code.compare == "decimal" and not reference.checker
+            answer = plain_value(reply.data, is_exact=is_exact)
         except WireError as e:
             return TestResult(kind="failed", detail=_shown(str(e)))
         try:

@@ -356,13 +356,19 @@ class WireError(ValueError):
     """Raised if the program raised, or sent something that is not a result."""
 
 
-def plain_value(frame: bytes) -> object:
-    """Return the result of a call as lists, dicts and scalars; tuples and iterators become lists, sets are refused."""
+def plain_value(frame: bytes, *, is_exact: bool = False) -> object:
+    """Return the result of a call as lists, dicts and scalars; tuples and iterators become lists, sets are refused.
+
+    `is_exact` refuses what Python finds unequal to any JSON value, but for a tuple as the whole result: LiveCodeBench's
+    rule.
+    """
     try:
         reply = json.loads(frame)
         match reply:
+            case {"value": ["t", [*items]]} if is_exact:
+                return [_plain(v, is_exact=True) for v in items]
             case {"value": value}:
-                return _plain(value)
+                return _plain(value, is_exact=is_exact)
             case {"error": str(error), "text": str(text)}:
                 raise WireError(f"{error}: {text}")
             case _:
@@ -371,12 +377,19 @@ def plain_value(frame: bytes) -> object:
         raise e if isinstance(e, WireError) else WireError(f"the program's process sent no JSON: {e}") from e
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, *, is_exact: bool = False) -> object:
     match value:
+        case ["t" | "i", _] if is_exact:
+            raise WireError("the result has a tuple or an iterator where JSON has a list")
         case ["l" | "t" | "i", [*items]]:
-            return [_plain(v) for v in items]
+            return [_plain(v, is_exact=is_exact) for v in items]
         case ["d", [*pairs]]:
-            return {_key(pair): _plain(pair[1]) for pair in pairs if isinstance(pair, list) and len(pair) == 2}
+            found = {}
+            for pair in pairs:
+                match pair:
+                    case [key, item]:
+                        found[_key(key, is_exact=is_exact)] = _plain(item, is_exact=is_exact)
+            return found
         case ["x", "inf" | "-inf" | "nan" as text]:
             return float(text)
         case ["n", "ListNode", [value, following]]:
@@ -389,9 +402,13 @@ def _plain(value: object) -> object:
             raise WireError("the program's process sent no result")
 
 
-def _key(pair: list[object]) -> str:
-    key = _plain(pair[0])
-    return key if isinstance(key, str) else json.dumps(key)
+def _key(key: object, *, is_exact: bool) -> str:
+    plain = _plain(key)
+    if isinstance(plain, str):
+        return plain
+    if is_exact:
+        raise WireError("the result has a dict with keys other than text")
+    return json.dumps(plain)
 
 
 def _list_values(value: object, following: object) -> list[object]:

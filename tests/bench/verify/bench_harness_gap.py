@@ -55,13 +55,13 @@ MATH_FILES = {
 }
 GSM8K, CODE = "GSM8K, GPT-3 175B", "LiveCodeBench programs"
 HARNESSES = {
-    "math-verify": "HARNESS_PYTHON",
+    "math-verify": "",
     "lm-eval hendrycks_math": "HARNESS_PYTHON",
     "lm-eval gsm8k": "HARNESS_PYTHON",
     "lighteval": "LIGHTEVAL_PYTHON",
     "lcb_runner": "LCB_FOLDER",
 }
-"""The environment variable that says where a grader is."""
+"""The environment variable that says where a grader is; math-verify comes with Klear."""
 CPU_S = 6
 MAX_ANSWERS = int(os.environ.get("MAX_ANSWERS", "60"))
 LCB_COMMIT = "28fef95"
@@ -288,7 +288,9 @@ def measure() -> list[dict[str, object]]:
     if not DATA.is_dir():
         raise ConfigError(f"{DATA} has the published answers; it is not there")
     rows: list[dict[str, Any]] = []
-    harnesses = {harness: _started(harness) for harness, variable in HARNESSES.items() if variable in os.environ}
+    harnesses = {
+        harness: _started(harness) for harness, variable in HARNESSES.items() if not variable or variable in os.environ
+    }
     with _judge() as pool:
         for name in (*MATH_FILES, GSM8K, CODE):
             answers = answers_of(name)
@@ -319,8 +321,8 @@ def measure() -> list[dict[str, object]]:
 
 def _started(harness: str) -> subprocess.Popen[str]:
     """Start a process that has the harness, and grades the sets that it is asked for."""
-    where = os.environ[HARNESSES[harness]]
-    python = sys.executable if harness == "lcb_runner" else where
+    where = os.environ.get(HARNESSES[harness], "")
+    python = sys.executable if harness in ("math-verify", "lcb_runner") else where
     path = os.pathsep.join([str(ROOT), *([where] if harness == "lcb_runner" else [])])
     env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     command = [python, __file__, harness]
@@ -333,7 +335,10 @@ def _asked(process: subprocess.Popen[str], name: str) -> tuple[str, list[bool]]:
     assert process.stdin is not None
     assert process.stdout is not None
     print(name, file=process.stdin, flush=True)
-    version, verdicts = json.loads(process.stdout.readline())
+    said = process.stdout.readline()
+    if not said:
+        raise ConfigError(f"it graded nothing of {name}; to see why: echo '{name}' | PYTHONPATH=. {process.args}")
+    version, verdicts = json.loads(said)
     return version, verdicts
 
 

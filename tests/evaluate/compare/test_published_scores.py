@@ -86,6 +86,7 @@ def test_a_published_score_of_no_samples_is_refused(tmp_path: Path, n: int) -> N
         ({"prompts": {"aime24": "boxed"}}, ("prompt boxed, here plain",)),
         ({"sampling": {"max_new_tokens": 65536}}, ("max_new_tokens 65536, here 32768",)),
         ({"prompts": {"aime25": "boxed"}, "sampling": {"temperature": 0.6}}, ()),
+        ({"harness": "lighteval"}, ("harness lighteval, here Klear's judge",)),
     ],
 )
 def test_the_verdict_is_withheld_where_the_source_states_something_else(stated: dict, differs: tuple[str, ...]) -> None:

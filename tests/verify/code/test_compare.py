@@ -134,6 +134,24 @@ def test_results_arrive_as_plain_json(frame: bytes, value: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("frame", "value"),
+    [
+        (b'{"value": ["t", [1, ["l", [2]]]]}', [1, [2]]),
+        (b'{"value": ["l", [["t", [1]]]]}', None),
+        (b'{"value": ["i", [1]]}', None),
+        (b'{"value": ["d", [["a", 1]]]}', {"a": 1}),
+        (b'{"value": ["d", [[1, "a"]]]}', None),
+    ],
+)
+def test_by_livecodebenchs_rule_only_the_whole_result_may_be_a_tuple(frame: bytes, value: object) -> None:
+    if value is not None:
+        assert plain_value(frame, is_exact=True) == value
+    else:
+        with pytest.raises(WireError, match="the result has a"):
+            plain_value(frame, is_exact=True)
+
+
+@pytest.mark.parametrize(
     "frame",
     [b"", b"\xff\xff", b"[]", b'{"value": ["s", [1]]}', b'{"value": ["h", 0]}', b'{"value": {"a": 1}}', b'{"error": "E", "text": "t"}', b"[" * 100_000],
 )  # fmt: skip

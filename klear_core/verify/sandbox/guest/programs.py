@@ -13,25 +13,39 @@ from klear_parallel import provide_parallel
 ERROR_BYTES = 600
 
 PRELUDE = {
-    "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Iterable Iterator List Literal "
-    "NamedTuple Optional Sequence Set Tuple Type TypeVar Union",
-    "collections": "Counter OrderedDict defaultdict deque namedtuple ChainMap",
+    "typing": "Any Callable Collection Container DefaultDict Deque Dict Final FrozenSet Generator Generic "
+    "Hashable Iterable Iterator List Literal Mapping MutableMapping NamedTuple NewType NoReturn Optional Protocol "
+    "Sequence Set Sized Tuple Type TypeVar TypedDict Union cast overload",
+    "collections": "Counter OrderedDict UserDict UserList UserString defaultdict deque namedtuple ChainMap",
     "heapq": "heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest",
     "bisect": "bisect bisect_left bisect_right insort insort_left insort_right",
-    "itertools": "accumulate chain combinations combinations_with_replacement count cycle groupby islice "
-    "pairwise permutations product repeat starmap takewhile zip_longest",
-    "functools": "cache cached_property cmp_to_key lru_cache partial reduce total_ordering",
-    "math": "ceil comb cos dist e exp factorial floor fsum gcd hypot inf isqrt lcm "
-    "log log10 log2 nan perm pi prod sin sqrt tan",
-    "string": "ascii_letters ascii_lowercase ascii_uppercase digits punctuation",
-    "operator": "add and_ itemgetter mul or_ sub xor",
+    "itertools": "accumulate chain combinations combinations_with_replacement compress count cycle dropwhile "
+    "filterfalse groupby islice pairwise permutations product repeat starmap takewhile tee zip_longest",
+    "functools": "cache cached_property cmp_to_key lru_cache partial reduce singledispatch total_ordering wraps",
+    "math": "acos acosh asin asinh atan atan2 atanh cbrt ceil comb copysign cos cosh degrees dist e erf erfc exp "
+    "exp2 expm1 fabs factorial floor fmod frexp fsum gamma gcd hypot inf isclose isfinite isinf isnan isqrt lcm "
+    "ldexp lgamma log log10 log1p log2 modf nan nextafter perm pi prod radians remainder sin sinh sqrt tan tanh "
+    "tau trunc ulp",
+    "string": "Formatter Template ascii_letters ascii_lowercase ascii_uppercase capwords digits hexdigits "
+    "octdigits printable punctuation whitespace",
+    "operator": "add and_ attrgetter concat contains countOf eq floordiv ge getitem gt index indexOf inv invert "
+    "is_ is_not itemgetter le lshift lt methodcaller mod mul ne neg not_ or_ pos rshift setitem sub truediv truth "
+    "xor",
+    "re": "fullmatch search subn split findall finditer escape match DOTALL IGNORECASE MULTILINE VERBOSE",
+    "io": "BytesIO StringIO TextIOWrapper",
+    "sys": "argv byteorder exc_info float_info getrecursionlimit getsizeof intern maxsize maxunicode modules "
+    "set_int_max_str_digits setrecursionlimit stderr stdin stdout version version_info",
+    "json": "JSONDecodeError dump dumps load loads",
+    "statistics": "fmean geometric_mean harmonic_mean mean median median_high median_low mode multimode pstdev "
+    "pvariance quantiles stdev variance",
     "fractions": "Fraction",
     "decimal": "Decimal",
-    "datetime": "datetime timedelta",
+    "datetime": "date datetime timedelta timezone",
     "copy": "deepcopy",
-    "random": "randint",
+    "random": "Random choice choices gauss getrandbits randint randrange sample seed shuffle uniform",
     "dataclasses": "dataclass field",
 }
+"""Names that published solutions use without an import: those that LiveCodeBench's harness imports, and some more."""
 MODULES = frozenset(
     [
         "array",
@@ -128,10 +142,11 @@ class Program:
         for module, names in PRELUDE.items():
             for name in words & set(names.split()):
                 if hasattr(__import__(module), name):
-                    self.provided[name] = getattr(__import__(module), name)
+                    self.provided[name] = module
         self.is_parallel = bool(words & {"multiprocessing", "ProcessPoolExecutor"})
         for module in sorted(words & MODULES):  # imported here, once for all forks
-            self.provided[module] = __import__(module)
+            __import__(module)
+            self.provided[module] = ""
 
     def provide(self):
         """Add the names that published solutions expect to the builtins.
@@ -140,8 +155,10 @@ class Program:
         """
         if self.is_parallel:
             provide_parallel()
-        for name, value in self.provided.items():
+        for name, module in self.provided.items():
             if not hasattr(builtins, name):
+                # Looked up in the fork, which has other streams.
+                value = getattr(sys.modules[module], name) if module else sys.modules[name]
                 setattr(builtins, name, value)
 
 
@@ -179,8 +196,9 @@ def leave(status):
             sys.modules["threading"]._shutdown()
         if "atexit" in sys.modules:
             sys.modules["atexit"]._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.__stdout__, sys.stderr):
+            if not stream.closed:
+                stream.flush()
     except BaseException:
         status = status or 1
     os._exit(status)

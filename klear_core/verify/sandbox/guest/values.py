@@ -322,7 +322,8 @@ class Wire:
             return self._share(value)
         # numpy's arrays and numbers
         if hasattr(kind, "__array__") and hasattr(kind, "tolist"):
-            return self.encode(value.tolist())
+            plain = value.tolist()
+            return ["i", self.items(plain)] if self.is_plain and isinstance(plain, list) else self.encode(plain)
         is_view = kind.__name__ in ("dict_keys", "dict_values", "dict_items")
         if is_view or (self.is_plain and (kind.__name__ in ("range", "deque") or hasattr(kind, "__next__"))):
             return ["i", [self.encode(v) for v in value]]
