@@ -216,6 +216,7 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         (r"\over", r"^([^{}=,]*)\\over" + _END + r"([^{}=,]*)$", r"\\frac{\1}{\2}"),
         (r"\choose", r"\{([^{}]*)\\choose" + _END + r"([^{}]*)\}", r"\\binom{\1}{\2}"),
         ("**", r"(?<=[\w)}])\s*\*\*\s*(\d+|[a-zA-Z])(?![\w*]*\*\*)", r"^{\1}"),
+        (r"\max \min \gcd \lcm", r"\\(max|min|gcd|lcm)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
         (r"\colon \ratio", r"\\(?:colon|ratio)" + _END, ":"),
         (r"\log_", r"\\log_\{?\s*e" + _END + r"\s*\}?", r"\\ln "),
         (r"\not", r"\\not\s*<", r"\\ge "),
@@ -257,7 +258,7 @@ _TRAILING = re.compile(
     r"|[.,;:。、\s✓✔✅■□∎&]|(?<=[.\w)}])\\$)+$"
 )
 _MATH_AS_TEXT = re.compile(
-    r"^\\text\s*\{(?:\s*(?:final )?answer\s*:?)?((?=[^{}]*[\d=<>^])(?![^{}]*[A-Za-z]{3})[^{}]*)\}$", re.I
+    r"^\\(?:text|mathrm)\s*\{(?:\s*(?:final )?answer\s*:?)?((?=[^{}]*[\d=<>^+])(?![^{}]*[A-Za-z]{3})[^{}]*)\}$", re.I
 )
 _BRACES = re.compile(r"\\[{}\\]|[{}]")
 _MAX_PASSES = 8

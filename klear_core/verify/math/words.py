@@ -13,8 +13,8 @@ import re
 _ANYWHERE = {
     "and": "und и и 和 与 及 y_también そして と 그리고",
     "or": "oder или 或者 或 または 또는 أو",
-    "even": "偶数 偶 gerade чётное четное чётный парное pari_numero 짝수",
-    "odd": "奇数 奇 ungerade нечётное нечетное нечётный impar impair dispari 홀수",
+    "even": "偶数 偶 gerade чётное четное чётный четный чётная четная парное pari_numero 짝수",
+    "odd": "奇数 奇 ungerade нечётное нечетное нечётный нечётная нечетная impar impair impaire dispari 홀수",
     "yes": "да 是 是的 はい 네 예 نعم",
     "no": "нет 否 不是 nein いいえ 아니요 لا",
     "true": "wahr vrai verdadero verdadeiro vero 真 正确 верно истина 참",
@@ -26,6 +26,26 @@ _ANYWHERE = {
     "triangle": "dreieck triángulo triângulo triangolo треугольник 三角形",
     "square": "quadrat carré cuadrado quadrado quadrato квадрат 正方形",
     "rectangle": "rechteck rectángulo retângulo rettangolo прямоугольник 长方形 矩形",
+    "parallelogram": "parallelogramm parallélogramme paralelogramo parallelogramma параллелограмм 平行四边形",
+    "rhombus": "raute losange rombo losango ромб 菱形",
+    "trapezoid": "trapèze trapecio trapézio трапеция 梯形",
+    "isosceles": "gleichschenklig isocèle isósceles isoscele равнобедренный 等腰",
+    "equilateral": "gleichseitig équilatéral equilátero equilatero равносторонний 等边",
+    "isosceles triangle": "等腰三角形",
+    "equilateral triangle": "等边三角形",
+    "right triangle": "直角三角形",
+    "prime": "primzahl primo простое 质数 素数",
+    "composite": "zusammengesetzt compuesto composto составное 合数",
+    "increasing": "wachsend steigend croissante croissant creciente crescente возрастает возрастающая 递增 增函数",
+    "decreasing": "fallend décroissante décroissant decreciente decrescente убывает убывающая 递减 减函数",
+    "positive": "positiv positif positivo положительное 正数",
+    "negative": "negativ négatif negativo отрицательное 负数",
+    "rational": "rationnel racional razionale рациональное 有理数",
+    "irrational": "irrationnel irracional irrazionale иррациональное 无理数",
+    "parallel": "parallèle parallèles paralelas paralelo paralelos parallele параллельны 平行",
+    "perpendicular": "senkrecht perpendiculaire perpendiculaires perpendiculares perpendicolari перпендикулярны 垂直",
+    "cube": "würfel cubo куб 立方体 正方体",
+    "sphere": "kugel sphère esfera sfera сфера 球体",
     "line": "gerade_linie droite línea linha retta прямая 直线",
     "Monday": "montag lundi lunes lunedì понедельник 星期一 周一 月曜日 월요일 segunda-feira",
     "Tuesday": "dienstag mardi martes martedì вторник 星期二 周二 火曜日 화요일 terça-feira",
@@ -81,7 +101,10 @@ _ANYWHERE = {
     "no solution": "无解 没有解 无实数解 解なし 해가_없다",
     "empty set": "空集 空集合 пустое_множество leere_menge ensemble_vide conjunto_vacío conjunto_vazio",
     "does not exist": "不存在 не_существует existiert_nicht n'existe_pas no_existe não_existe non_esiste",
-    "infinitely many": "无穷多 无数个 无限多 unendlich_viele бесконечно_много",
+    "infinitely many": (
+        "无穷多 无数个 无限多 无穷多个 无限多个 无穷多解 无数解 无穷多个解 unendlich_viele бесконечно_много infinidad "
+        "infinitas_soluciones infinitas_soluções infinite_soluzioni une_infinité une_infinité_de_solutions"
+    ),
     "infinity": "无穷大 无穷 unendlich бесконечность infini infinito",
     "not ": "不 非",
     "at least ": "至少 mindestens au_moins al_menos almeno",
@@ -265,6 +288,8 @@ _ASSENT = re.compile(
 _ARTICLES = frozenset(["a", "an", "the", "of", "on", "in", "straight", "angled"])
 _CLASS_NOUNS = "function triangle number set series sequence equation curve graph figure shape quadrilateral"
 _CLASSES = frozenset(_CLASS_NOUNS.split())
+_WINS = frozenset(["win", "always win", "will win", "can win", "has winning strategy", "have winning strategy"])
+"""What follows the name of the player who wins."""
 
 
 def meant_symbol(text: str) -> str:
@@ -275,8 +300,8 @@ def meant_symbol(text: str) -> str:
     if re.fullmatch(r"[A-Za-z][A-Za-z' ,.-]{2,60}", inner) is None:
         return text
     phrase = " ".join(phrase_words(inner))
-    if phrase.startswith("no "):
-        phrase = phrase.removesuffix(" exist")
+    if phrase.startswith(("no ", "none ")):
+        phrase = re.sub(r"^(no such) [a-z]$", r"\1 x", phrase.removesuffix(" exist"))
     return _SYMBOLS.get(phrase, text)
 
 
@@ -316,7 +341,8 @@ def same_phrase(gold: str, answer: str) -> bool:
     if both <= _AGREEING or both <= _REFUSING or _same_quadrant(gold, answer):
         return True
     longer, shorter = sorted((gold_words, answer_words), key=len, reverse=True)
-    return len(shorter) > 0 and longer[:-1] == shorter and longer[-1] in _CLASSES
+    is_winner = " ".join(longer[len(shorter) :]) in _WINS and longer[: len(shorter)] == shorter
+    return len(shorter) > 0 and (is_winner or (longer[:-1] == shorter and longer[-1] in _CLASSES))
 
 
 def _same_quadrant(gold: str, answer: str) -> bool:
