@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 """Right math answers in the spellings of many writers are accepted, and look-alikes of them are not."""
 
 import re
@@ -208,6 +209,32 @@ RIGHT_LATER = [
     ("3", "3\\text{ mg/kg}"),
     ("25", "25\\%"),
     ("25\\%", "25"),
+    ("y=C_1e^x+C_2e^{-x}", "y=Ae^x+Be^{-x}"),
+    ("y=C_1\\cos x+C_2\\sin x", "y = A\\cos x + B\\sin x"),
+    ("y=c_1e^{x}+c_2e^{2x}", "y=C_1e^x+C_2e^{2x}"),
+    ("y=c_1e^{x}+c_2e^{2x}", "y(x)=C_1e^x+C_2e^{2x}"),
+    ("y=(C_1+C_2x)e^{x}", "y=(A+Bx)e^x"),
+    ("y=C_1x+C_2", "y=C_2+C_1x"),
+    ("y=Ae^x+Be^{-x}", "y=C_1e^x+C_2e^{-x}"),
+    ("\\varphi", "φ"),
+    ("\\phi", "φ"),
+    ("\\varepsilon", "\\epsilon"),
+    ("\\frac{\\pi}{2}", "π/2"),
+    ("\\text{no solution}", "\\text{方程无解}"),
+    ("\\text{does not exist}", "\\text{undefined}"),
+    ("\\text{undefined}", "\\text{does not exist}"),
+    ("\\text{undefined}", "DNE"),
+    ("\\text{not defined}", "\\text{undefined}"),
+    ("25000", "25 \\text{ mil}"),
+    ("1000", "mil"),
+    ("1000", "tausend"),
+    ("5000000", "5 \\text{ millones}"),
+    ("250000", "25万"),
+    ("25000", "25 тысяч"),
+    ("3000", "3千"),
+    ("\\sqrt[3]{5}", "³√5"),
+    ("\\frac{3}{4}", "³⁄₄"),
+    ("\\frac{3}{4}", "³/₄"),
 ]  # fmt: skip
 WRONG_LATER = [
     ('30^\\circ', "30'"),
@@ -303,6 +330,18 @@ WRONG_LATER = [
     ("(a,c)", "a<x<b"),
     ("x>y", "(x,\\infty)"),
     ("8\\text{ m}", "8\\%"),
+    ("25", "25 mil"),
+    ("25", "25 \\text{ mil}"),
+    ("25", "25万"),
+    ("y=C_1e^x+C_2e^{-x}", "y=Ae^x+Be^{x}"),
+    ("y=C_1e^x+C_2e^{-x}", "y=Ae^x+Ae^{-x}"),
+    ("y=C_1x+C_2", "y=Ax+A"),
+    ("\\text{undefined}", "0"),
+    ("3", "3千"),
+    ("\\varphi", "\\psi"),
+    ("(C_1,C_2)", "(A,B)"),
+    ("3", "³"),
+    ("3\\sqrt{5}", "³√5"),
 ]  # fmt: skip
 """Spellings of a later batch that were misjudged at first, and wrong answers beside them."""
 

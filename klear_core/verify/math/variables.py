@@ -47,6 +47,7 @@ _STATEMENT = re.compile(r"[<>]|\\(?:le|ge|neq|in|ni|mid|equiv)(?![a-zA-Z])")
 _LETTER = re.compile(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|[a-zA-Z]")
 _CONSTANT = re.compile(r"(\+\s*)([A-Zck])$")
 _NUMBERED_CONSTANT = re.compile(r"(?<![\\a-zA-Z])([Cc])_\{?[01]\}?(?!\d)")
+_SEVERAL_CONSTANTS = re.compile(r"(?<![\\a-zA-Z])[Cc]_\{?([1-4])\}?(?!\d)")
 _HEAD = re.compile(r"\s*([a-zA-Z](?:\s*\([^()]*\))?)\s*=(?!=)")
 _CONSTANTS, _INTEGERS = frozenset("CcKkA"), frozenset("jklmn")
 _FRESH = "uvwpqhsrabjkmnlzyxt"
@@ -159,6 +160,7 @@ def _same_parameter(gold: str, answer: str) -> tuple[str, str]:
 
     It is free if it is the only letter in which the texts differ, and is named as constants or integers are.
     """
+    gold, answer = _in_letters(gold), _in_letters(answer)
     if "_" not in gold or "_" not in answer:
         gold, answer = (_NUMBERED_CONSTANT.sub(r"\1", text) for text in (gold, answer))
     old, new = _letters(answer) - _letters(gold), _letters(gold) - _letters(answer)
@@ -171,6 +173,15 @@ def _same_parameter(gold: str, answer: str) -> tuple[str, str]:
     if (names <= _CONSTANTS and is_equation) or (names <= _INTEGERS and (is_equation or is_periodic)):
         return gold, _renamed(answer, {old.pop(): new.pop()})
     return gold, answer
+
+
+def _in_letters(text: str) -> str:
+    """Return `y=Ae^x+Be^{-x}` for `y=C_1e^x+C_2e^{-x}`; one constant, and those of no equation, stay."""
+    numbers = sorted({match[1] for match in _SEVERAL_CONSTANTS.finditer(text)})
+    letters = dict(zip(numbers, "ABDE", strict=False))
+    if not 2 <= len(numbers) <= len(letters) or _HEAD.match(text) is None or _letters(text) & {*letters.values()}:
+        return text
+    return _SEVERAL_CONSTANTS.sub(lambda m: f" {letters[m[1]]} ", text)
 
 
 def _split_names(text: str) -> tuple[str, ...]:

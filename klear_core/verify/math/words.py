@@ -9,6 +9,7 @@ answer. Number words and units go on to the rules for numbers and units.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _ANYWHERE = {
     "and": "und и и 和 与 及 y_también そして と 그리고",
@@ -98,7 +99,9 @@ _ANYWHERE = {
     "euros": "евро 欧元",
     "rubles": "рублей рубля рубль",
     "things": "个 只 本 张 人 名 种 次 件 条 个人 个数 штук personas persone personnes personen человек 개 명",
-    "no solution": "无解 没有解 无实数解 解なし 해가_없다",
+    "no solution": "无解 没有解 无实数解 方程无解 原方程无解 方程组无解 解なし 해가_없다",
+    "thousand": "tausend тысяч тысячи тысяча mil mille",
+    "million": "millionen millones миллионов миллиона milhões milioni",
     "empty set": "空集 空集合 пустое_множество leere_menge ensemble_vide conjunto_vacío conjunto_vazio",
     "does not exist": "不存在 не_существует existiert_nicht n'existe_pas no_existe não_existe non_esiste",
     "infinitely many": (
@@ -159,6 +162,9 @@ _ALONE = {
 }
 _EASTERN_DIGITS = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
 _EASTERN_TENS = {"十": 10, "百": 100, "千": 1000}
+_EASTERN_SCALES = {"千": 3, "万": 4, "萬": 4, "亿": 8, "億": 8, "만": 4, "억": 8}
+_SCALED = re.compile(rf"(?<![\d.])(\d{{1,12}}(?:\.\d{{1,8}})?)\s*([{''.join(_EASTERN_SCALES)}])")
+"""Digits and an Eastern power of ten: `25万` is 250000."""
 _CONNECTIVES = {"and": "et y e i и 和 且", "or": "o ou u и/или 或"}
 """Connectives that are also letters: translated only if a `\\text{}` holds nothing else."""
 
@@ -201,8 +207,14 @@ def in_english(text: str) -> str:
     text = _ONLY_JOINING.sub(_joined, text)
     if text.isascii() and not any(phrase in text for phrase in _PHRASES) and _WORD.search(text) is None:
         return text
+    text = _SCALED.sub(_in_digits, text)
     text = _EASTERN.sub(lambda m: f" {_WORDS[m[0]]} ", text)
     return _WORD.sub(lambda m: _WORDS.get(m[0].lower(), m[0]), text)
+
+
+def _in_digits(match: re.Match[str]) -> str:
+    value = Fraction(match[1]) * 10 ** _EASTERN_SCALES[match[2]]
+    return f"{value} " if value.denominator == 1 else match[0]
 
 
 def _eastern_number(text: str) -> int | None:
@@ -255,7 +267,8 @@ _MEANINGS = {
 _SYMBOLS = {phrase: symbol for symbol, phrases in _MEANINGS.items() for phrase in phrases.split("|")}
 _SYNONYMS = {
     "dne": "not exist",
-    "undefined": "not defined",
+    "undefined": "not exist",
+    "defined": "exist",
     "divergent": "diverge",
     "convergent": "converge",
     "impossible": "not possible",
