@@ -216,6 +216,8 @@ RIGHT_LATER = [
     ("y=(C_1+C_2x)e^{x}", "y=(A+Bx)e^x"),
     ("y=C_1x+C_2", "y=C_2+C_1x"),
     ("y=Ae^x+Be^{-x}", "y=C_1e^x+C_2e^{-x}"),
+    ("C_1e^{t}+C_2e^{-t}", "x(t) = C_2 e^{-t}+C_1 e^t"),
+    ("\\frac{e^{-2t}}{15}+C_{1}e^{t}+C_{2}e^{-t}", "x(t) = C_1 e^t + C_2 e^{-t} + \\frac{1}{15}e^{-2t}"),
     ("\\varphi", "φ"),
     ("\\phi", "φ"),
     ("\\varepsilon", "\\epsilon"),
@@ -235,6 +237,19 @@ RIGHT_LATER = [
     ("\\sqrt[3]{5}", "³√5"),
     ("\\frac{3}{4}", "³⁄₄"),
     ("\\frac{3}{4}", "³/₄"),
+    ("101", "\\text{Answer = } 101"),
+    ("\\text{does not converge}", "\\text{diverges}"),
+    ("\\text{diverges}", "\\text{The series does not converge}"),
+    ("\\text{divergent}", "diverges"),
+    ("\\text{not possible}", "\\text{It's impossible}"),
+    ("f(x)=ax^2", "f(x)=cx^2 \\text{ for some constant } c"),
+    ("[3,5]\\cup\\{7\\}", "3\\le x\\le5\\text{ or }x=7"),
+    ("3\\le x\\le5\\text{ or }x=7", "[3,5]\\cup\\{7\\}"),
+    ("x=0 \\text{ or } x>2", "\\{0\\}\\cup(2,\\infty)"),
+    ("(2,2),(-2,-2)", "\\pm(2,2)"),
+    ("\\pm(1,-3)", "(1,-3), (-1,3)"),
+    ("\\text{possible}", "\\text{not impossible}"),
+    ("x=2 \\text{ or } x=3", "2,3"),
 ]  # fmt: skip
 WRONG_LATER = [
     ('30^\\circ', "30'"),
@@ -342,6 +357,13 @@ WRONG_LATER = [
     ("(C_1,C_2)", "(A,B)"),
     ("3", "³"),
     ("3\\sqrt{5}", "³√5"),
+    ("\\text{diverges}", "\\text{does not diverge}"),
+    ("\\text{impossible}", "\\text{not impossible}"),
+    ("[3,5]\\cup\\{7\\}", "3\\le x\\le5\\text{ or }x=6"),
+    ("\\pm(1,-3)", "(1,-3)"),
+    ("\\pm(1,-3)", "(1,-3),(1,3)"),
+    ("f(x)=ax^2", "f(x)=cx^3 \\text{ for some constant } c"),
+    ("7", "x=7 \\text{ or } x>9"),
 ]  # fmt: skip
 """Spellings of a later batch that were misjudged at first, and wrong answers beside them."""
 

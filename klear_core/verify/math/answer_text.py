@@ -266,7 +266,9 @@ _VALUE_AT = tuple(
 )
 """How a sentence states a value; the first group is the value."""
 _FILLER = re.compile(
-    r"^(?:(?:indeed|definitely|simply|just|therefore|thus|then|clearly|also|still|again|option|choice)\s+)+", re.I
+    r"^(?:(?:indeed|definitely|simply|just|therefore|thus|then|clearly|also|still|again|option|choice"
+    r"|donc|quindi|dunque|pertanto|portanto|daher|somit|folglich)\s+)+",
+    re.I,
 )
 _IS = "The answer is "
 _FOREIGN = tuple(

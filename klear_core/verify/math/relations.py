@@ -19,6 +19,7 @@ _NAMED = re.compile(rf"\s*({_NAME}|\((?:\s*{_NAME}\s*,)*\s*{_NAME}\s*\))\s*=(?!=
 _TUPLE_NAMED = re.compile(
     rf"\((?P<names>\s*{_NAME}(?:\s*,\s*{_NAME})+\s*)\)\s*=\s*\((?P<values>[^()]*(?:\([^()]*\)[^()]*)*)\)"
 )
+_OPPOSITE_TUPLES = re.compile(r"\\pm\s*\(([^(),]+),([^(),]+)\)")
 _TUPLE_NAME = re.compile(rf"^\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)\s*=\s*(?=\()")
 _MEMBER_NAME = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)")
 _SIGN_OR_EQUAL = re.compile(r"\\(?:le|ge|neq)(?![a-zA-Z])|[<>=]")
@@ -191,6 +192,9 @@ def _assigned(text: str) -> str:
             parts = _split(inner)[0]
             if len(parts) > 1 and all(_NAMED.fullmatch(part) for part in parts):
                 text = inner
+    opposite = _OPPOSITE_TUPLES.fullmatch(text)
+    if opposite is not None:
+        return f"({opposite[1]},{opposite[2]}), (-({opposite[1]}),-({opposite[2]}))"
     tupled = _TUPLE_NAMED.fullmatch(text)
     if tupled is not None and len(_split(tupled["values"])[0]) == len(_split(tupled["names"])[0]):
         names, values = _split(tupled["names"])[0], _split(tupled["values"])[0]
@@ -327,6 +331,9 @@ def _read_region(parts: list[str], joints: list[str]) -> Statement | None:
 
 def _interval(text: str) -> tuple[str, str] | None:
     """Return the name and interval of `x>3`, `3<x`, `-2 \\le x \\le 7`, `\\ge 4` or `x \\neq 4`, else None."""
+    value = _NAMED.fullmatch(text)
+    if value is not None and _IS_NAME.fullmatch(value[1]) and is_bound(value[2].strip()):
+        return _name(value[1]), rf"\{{{value[2].strip()}\}}"
     signs = _signs(text)
     if not 1 <= len(signs) <= 2 or any(s.group() == r"\in" for s in signs):
         return None

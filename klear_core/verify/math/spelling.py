@@ -250,7 +250,7 @@ _LEADING = re.compile(
     r"^(?:\\(?:therefore|because|implies|Rightarrow|Longrightarrow|rightarrow|longrightarrow|to|quad|qquad)(?![a-zA-Z])"
     r"|\\[,;:! ]|=>|=(?!=)|:|&|\\\\"
     r"|\\text\s*\{\s*(?i:there (?:are|is)(?: exactly)?|we (?:get|have|obtain)|(?:so|thus|hence|therefore),?"
-    r"|(?:the )?(?:final |correct )?(?:answer|result|value|total|solution)(?: is| equals)?)\s*:?\s*\}"
+    r"|(?:the )?(?:final |correct )?(?:answer|result|value|total|solution)(?: is| equals)?)\s*[:=]?\s*\}"
     r"\s*:?\s*(?=[-\d\\(])"
     r"|(?i:there (?:are|is)(?: exactly)?|the year)\s+(?=\d)"
     r"|(?:\*\*)?(?:the )?(?:final |correct )?(?i:answer|ans)(?: is)?\s*:\s*(?:\*\*)?(?=.))\s*"

@@ -160,7 +160,9 @@ def _same_parameter(gold: str, answer: str) -> tuple[str, str]:
 
     It is free if it is the only letter in which the texts differ, and is named as constants or integers are.
     """
-    gold, answer = _in_letters(gold), _in_letters(answer)
+    are_numbered = [_SEVERAL_CONSTANTS.search(text) is not None for text in (gold, answer)]
+    if are_numbered[0] != are_numbered[1] and (_HEAD.match(gold) or _HEAD.match(answer)):
+        gold, answer = _in_letters(gold), _in_letters(answer)
     if "_" not in gold or "_" not in answer:
         gold, answer = (_NUMBERED_CONSTANT.sub(r"\1", text) for text in (gold, answer))
     old, new = _letters(answer) - _letters(gold), _letters(gold) - _letters(answer)
@@ -169,17 +171,18 @@ def _same_parameter(gold: str, answer: str) -> tuple[str, str]:
     names = old | new
     heads = [_HEAD.match(text) for text in (gold, answer)]
     is_equation = heads[0] is not None and heads[1] is not None and not names & _letters(heads[0][1] + heads[1][1])
+    is_declared = is_equation and old <= {*_read(answer).letters}
     is_periodic = r"\pi" in gold and _letters(gold) == new
-    if (names <= _CONSTANTS and is_equation) or (names <= _INTEGERS and (is_equation or is_periodic)):
+    if is_declared or (names <= _CONSTANTS and is_equation) or (names <= _INTEGERS and (is_equation or is_periodic)):
         return gold, _renamed(answer, {old.pop(): new.pop()})
     return gold, answer
 
 
 def _in_letters(text: str) -> str:
-    """Return `y=Ae^x+Be^{-x}` for `y=C_1e^x+C_2e^{-x}`; one constant, and those of no equation, stay."""
+    """Return `y=Ae^x+Be^{-x}` for `y=C_1e^x+C_2e^{-x}`; one constant stays."""
     numbers = sorted({match[1] for match in _SEVERAL_CONSTANTS.finditer(text)})
     letters = dict(zip(numbers, "ABDE", strict=False))
-    if not 2 <= len(numbers) <= len(letters) or _HEAD.match(text) is None or _letters(text) & {*letters.values()}:
+    if not 2 <= len(numbers) <= len(letters) or _letters(text) & {*letters.values()}:
         return text
     return _SEVERAL_CONSTANTS.sub(lambda m: f" {letters[m[1]]} ", text)
 

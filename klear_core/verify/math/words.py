@@ -269,7 +269,7 @@ _SYNONYMS = {
     "dne": "not exist",
     "undefined": "not exist",
     "defined": "exist",
-    "divergent": "diverge",
+    **dict.fromkeys(("diverge", "diverges", "divergent"), "not converge"),
     "convergent": "converge",
     "impossible": "not possible",
     "grey": "gray",
@@ -321,7 +321,7 @@ def meant_symbol(text: str) -> str:
 def phrase_words(text: str) -> list[str]:
     """Return the words that carry the meaning of a phrase: without articles, subjects and plurals, synonyms as one."""
     text = re.sub(r"(?:'|\s+n')t\b", " not", re.sub(r"n't\b", " not", text.lower()))
-    text = re.sub(r"[^a-z0-9]+", " ", text).strip()
+    text = re.sub(r"[^a-z0-9]+", " ", re.sub(r"\b(it|that|there|they)'(?:s|re)\b", r"\1 is", text)).strip()
     assent = _ASSENT.match(text)
     if assent is not None:
         return [assent[1]]
@@ -329,7 +329,7 @@ def phrase_words(text: str) -> list[str]:
     text = text.replace("not exist", "nonexistent")
     for word in _OPENING.sub("", text).split():
         words += _ONE_WORD.get(word, word).split() if word not in _ARTICLES else []
-    is_denied = "not" in words
+    is_denied = words.count("not") % 2 == 1
     words = [_singular(word) for word in words if word not in ("does", "do", "is", "are")]
     if not words:
         return text.split()

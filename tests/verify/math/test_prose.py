@@ -51,6 +51,10 @@ STATED = [
     ("7", "The area of the triangle is 7."),
     ("\\frac12", "The probability is $\\frac{1}{2}$."),
     ("7", "The area of the triangle is **7** square units."),
+    ("101", "La réponse est donc 101."),
+    ("101", "La risposta è quindi 101."),
+    ("101", "Die Antwort ist daher 101."),
+    ("101", "A resposta é portanto 101."),
 ]
 
 
