@@ -194,6 +194,10 @@ def _unboxed_answer(answer_text: str, cfg: MathConfig) -> MathAnswer | NoAnswer:
 _MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|\*\*|__|^\*(?=[^\s*])|(?<=[^\s*])\*$", re.M)
 _DISPLAYED = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$", re.S)
 _COLON_AT_LINE_END = re.compile(r":[ \t]*\n+[ \t]*(?=\S)")
+_REASON = re.compile(r",? (?:because|since) [^?\n]{1,300}[.!]$")
+_SOLE = re.compile(r"the\b[^.?!;:,]{1,80}?\b(?:is|are|was|were|equals|costs)\s+(\S[^?!;:]{0,40}?)[.!]?", re.I)
+"""One sentence that is the complete text: `The area is 7.`"""
+_VERB_AT_LINE_END = re.compile(r"(\b(?:is|are|be|equals))[ \t]*\n+[ \t]*(?=\\\[|\$\$)")
 _SENTENCE_END = re.compile(r"(?<=[.?。])\s+|(?<=!)\s+(?=[A-Z])|\n+")
 _FINISHED = re.compile(r"""[.!?。][)"'”$*]*$|\\[\])]$|\$$""")
 _CUT_OFF = re.compile(
@@ -204,7 +208,7 @@ _CUT_OFF = re.compile(
 _NAMED = re.compile(
     r"^\s*####\s*\S"
     r"|^\s*(?:final (?:answer|result)|answer|ans|a|solution|result)\s*(?:[:=\u2013]|\s-\s)\s*\S"
-    r"|\b(?:answers?|(?:correct|right) (?:option|choice))\b[^.!?\n]{0,60}?(?:\b(?:is|are|be|equals)\b|[:=])\s*\S"
+    r"|\b(?:answers?|(?:correct|right|best) (?:option|choice))\b[^.!?\n]{0,60}?(?:\b(?:is|are|be|equals)\b|[:=])\s*\S"
     r"|^(?:the )?(?:final )?result is\s+\S"
     r"|(?:^|\b(?:option|choice)\s+)\(?[A-J]\)? is (?:the )?(?:correct|right)\b"
     r"|\bI choose (?:option |choice )?\(?[A-J]\b"
@@ -215,7 +219,8 @@ _NAMED = re.compile(
 _CONCLUDES = re.compile(
     r"^\W*(?:and |yes, )?(?:so|thus|hence|therefore|consequently|finally|accordingly"
     r"|in conclusion|to conclude|we conclude|it follows)\b"
-    r"[^?]*(?:\b(?:is|are|was|were|be|equals?|gives?|has|have)\b|[=≈])\s*\S",
+    r"[^?]*(?:\b(?:is|are|was|were|be|equals?|gives?|has|have)\b|[=≈])\s*\S"
+    r"|^[^?]*\b(?:is|are|was|were|equals?|has|have)\s+(?:thus|hence|therefore|consequently)\s+\S",
     re.I,
 )
 _DENIES = re.compile(
@@ -261,13 +266,16 @@ _VALUE_AT = tuple(
 )
 """How a sentence states a value; the first group is the value."""
 _FILLER = re.compile(
-    r"^(?:(?:indeed|definitely|simply|just|therefore|thus|then|clearly|also|still|again|option|choice)\s+)+", re.I
+    r"^(?:(?:indeed|definitely|simply|just|therefore|thus|then|clearly|also|still|again|option|choice"
+    r"|donc|quindi|dunque|pertanto|portanto|daher|somit|folglich)\s+)+",
+    re.I,
 )
 _IS = "The answer is "
 _FOREIGN = tuple(
     (re.compile(pattern, re.I), replacement)
     for pattern, replacement in (
         (r"(?:答案|答え|解答|結果|结果|选项)(?:并)?(?:不是|ではない)", "The answer is not "),
+        (r"(?<![^\s*])答\s*[:：]\s*(?:[^\d。\n$\\不非没至最约超少多]{0,20}(?=[\d$\\]))?", _IS),
         (r"(?:答案|答え|解答|结果|选项)\s*(?:应该是|应为|是|为|等于|は|[:：=])\s*", _IS),
         (r"(?<!不)(?:答案|故|应|应该|所以|因此)?\s*(?:选择|选|選)\s*(?:项)?\s*[:：]?\s*(?=\(?[A-J])", _IS),
         (r"(?:です|である|となります|입니다|이다)\s*[.。]?(?=\s|$)", "."),
@@ -289,6 +297,12 @@ _FOREIGN = tuple(
         ),
         (r"\b(?:ответ|результат)\s*не\b", "The answer is not"),
         (r"\b(?:ответ|результат)\s*(?:равен|это|[:—-])\s*", _IS),
+        (
+            r"\b(?:antwoord|svaret|odpověď|odpowiedź|răspunsul|válasz|vastaus|cevap)\s*(?:is|är|er|je|to|este|on|:)?\s*(?:niet|inte|ikke|nie|nu)\b",
+            "The answer is not",
+        ),
+        (r"\b(?:antwoord|svaret|odpověď|odpowiedź|răspunsul|vastaus)\s*(?:is|är|er|je|to|este|on|:)\s*", _IS),
+        (r"\bcevap\s+(\S{1,40}?)['’]?[dt][ıiuü]r\b", rf"{_IS}\1"),
         (r"الجواب\s*(?:ليس)", "The answer is not "),
         (r"(?:الجواب|الإجابة)\s*(?:هو|هي|:)\s*", _IS),
     )
@@ -313,7 +327,7 @@ def stated_answer(text: str) -> Stated | None:
     if tagged is not None:
         inner = stated_answer(tagged) if _NAMED.search(tagged) else None
         return inner or (Stated(sentence=tagged, value=tagged) if tagged else None)
-    alone = _alone(text)
+    alone = _alone(text) or _sole(text)
     if alone is not None:
         return Stated(sentence=alone, value=alone)
     for pattern, replacement in _FOREIGN:
@@ -346,6 +360,15 @@ def _alone(text: str) -> str | None:
     return value if is_answer and is_value else None
 
 
+def _sole(text: str) -> str | None:
+    """Return the value that the only sentence of a text gives: of `The area is 7.`"""
+    sole = _SOLE.fullmatch(_MARKS.sub("", text).strip())
+    if sole is None or not _FINISHED.search(text) or _DENIES.search(text) or _GOES_ON.search(text):
+        return None
+    value = _FILLER.sub("", sole[1])
+    return value if re.search(r"[\d\\]", value) and len(_WORDS.findall(value)) <= 3 else None
+
+
 def _value_in(sentence: str) -> str | None:
     """Return the value that a sentence states if few words stand beside it; None if its words must be read too."""
     text = sentence.strip()
@@ -361,10 +384,10 @@ def _value_in(sentence: str) -> str | None:
 
 def _stating_sentence(text: str) -> str | None:
     text = _DISPLAYED.sub(lambda m: " ".join(m[0].split()), _MARKS.sub("", text))
-    text = _COLON_AT_LINE_END.sub(": ", text).strip()
+    text = _VERB_AT_LINE_END.sub(r"\1 ", _COLON_AT_LINE_END.sub(": ", text)).strip()
     if len(text) <= _MAX_BARE_CHARS and _is_bare(text):
         return text
-    sentences = [s.strip() for s in _SENTENCE_END.split(text) if s.strip()]
+    sentences = [_REASON.sub(".", s.strip()) for s in _SENTENCE_END.split(text) if s.strip()]
     for num_after, sentence in enumerate(reversed(sentences[-1 - _MAX_AFTER :])):
         if _DENIES.search(sentence):
             return None

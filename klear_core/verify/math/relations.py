@@ -19,6 +19,7 @@ _NAMED = re.compile(rf"\s*({_NAME}|\((?:\s*{_NAME}\s*,)*\s*{_NAME}\s*\))\s*=(?!=
 _TUPLE_NAMED = re.compile(
     rf"\((?P<names>\s*{_NAME}(?:\s*,\s*{_NAME})+\s*)\)\s*=\s*\((?P<values>[^()]*(?:\([^()]*\)[^()]*)*)\)"
 )
+_OPPOSITE_TUPLES = re.compile(r"\\pm\s*\(([^(),]+),([^(),]+)\)")
 _TUPLE_NAME = re.compile(rf"^\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)\s*=\s*(?=\()")
 _MEMBER_NAME = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)")
 _SIGN_OR_EQUAL = re.compile(r"\\(?:le|ge|neq)(?![a-zA-Z])|[<>=]")
@@ -40,6 +41,11 @@ _SET = re.compile(
 _FINITE_SET = re.compile(r"\s*\\\{[^{}|:]*,[^{}|:]*\\\}\s*")
 _BRACKETS = re.compile(r"\\[{}]|[()\[\]{}]")
 _ABSOLUTE = re.compile(rf"(?:\\l?vert|\\?\|)\s*({_NAME})\s*(?:\\r?vert|\\?\|)")
+_EULER = re.compile(r"(?<![\\a-zA-Z])e(?![a-zA-Z])")
+_UNKNOWNS = frozenset("xyzt")
+_PARAMETERS = re.compile(
+    r"(?:[\d+\-*/^(){}. ]|\\(?:frac|sqrt|ln|log)(?![a-zA-Z])|(?<![\\a-zA-Z])[a-nr-s](?![a-zA-Z]))+"
+)
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq"}
 _MAX_PARTS = 16
 
@@ -118,7 +124,8 @@ def _match_in_order(gold: Statement, answer: Statement) -> Alternatives:
     values = split_values(plain.texts[0])
     if len(values) != len(named.names):
         return ()
-    by_name = tuple(value for _, value in sorted(zip(named.names, named.texts, strict=True)))
+    spelled = [name.lstrip("\\") for name in named.names]  # `\theta` comes after `r`
+    by_name = tuple(value for _, value in sorted(zip(spelled, named.texts, strict=True)))
     alternatives: list[tuple[tuple[str, str], ...]] = []
     for order in dict.fromkeys((named.texts, by_name)):
         golds, answers = (order, values) if named is gold else (values, order)
@@ -185,6 +192,9 @@ def _assigned(text: str) -> str:
             parts = _split(inner)[0]
             if len(parts) > 1 and all(_NAMED.fullmatch(part) for part in parts):
                 text = inner
+    opposite = _OPPOSITE_TUPLES.fullmatch(text)
+    if opposite is not None:
+        return f"({opposite[1]},{opposite[2]}), (-({opposite[1]}),-({opposite[2]}))"
     tupled = _TUPLE_NAMED.fullmatch(text)
     if tupled is not None and len(_split(tupled["values"])[0]) == len(_split(tupled["names"])[0]):
         names, values = _split(tupled["names"])[0], _split(tupled["values"])[0]
@@ -205,10 +215,10 @@ def _tuples_of_assignments(parts: list[str], joints: list[str]) -> str | None:
     for part, joint in zip(parts, ["", *joints], strict=True):
         if joint == "or":
             groups.append({})
-        named = _NAMED.fullmatch(part)
-        if named is None or not _IS_NAME.fullmatch(named[1]):
+        *sides, value = [side.strip() for side in split_sides(part)]
+        if not sides or not value or not all(map(_IS_NAME.fullmatch, sides)):
             return None
-        groups[-1][named[1]] = named[2].strip()
+        groups[-1] |= dict.fromkeys(sides, value)
     names = sorted(groups[0])
     if len(names) < 2 or any(sorted(group) != names for group in groups):
         return None
@@ -321,6 +331,9 @@ def _read_region(parts: list[str], joints: list[str]) -> Statement | None:
 
 def _interval(text: str) -> tuple[str, str] | None:
     """Return the name and interval of `x>3`, `3<x`, `-2 \\le x \\le 7`, `\\ge 4` or `x \\neq 4`, else None."""
+    value = _NAMED.fullmatch(text)
+    if value is not None and _IS_NAME.fullmatch(value[1]) and is_bound(value[2].strip()):
+        return _name(value[1]), rf"\{{{value[2].strip()}\}}"
     signs = _signs(text)
     if not 1 <= len(signs) <= 2 or any(s.group() == r"\in" for s in signs):
         return None
@@ -331,12 +344,12 @@ def _interval(text: str) -> tuple[str, str] | None:
         return _between(sides, relations)
     left, right = sides
     relation = relations[0]
-    if is_bound(left) and right and not is_bound(right):
+    if _is_limit(left, right) and right and not _is_limit(right, left):
         left, right, relation = right, left, _FLIPPED[relation]
     absolute = _ABSOLUTE.fullmatch(left)
     if is_bound(right) and absolute is not None:
         return _around_zero(absolute[1], relation, right)
-    if not is_bound(right) or not (left == "" or _IS_NAME.fullmatch(left)):
+    if not _is_limit(right, left) or not (left == "" or _IS_NAME.fullmatch(left)):
         return None
     intervals = {
         "<": rf"(-\infty,{right})",
@@ -362,7 +375,7 @@ def _around_zero(name: str, relation: str, radius: str) -> tuple[str, str] | Non
 
 def _between(sides: list[str], relations: list[str]) -> tuple[str, str] | None:
     low, name, high = sides
-    if not (is_bound(low) and is_bound(high) and _IS_NAME.fullmatch(name)) or r"\neq" in relations:
+    if not (_is_limit(low, name) and _is_limit(high, name) and _IS_NAME.fullmatch(name)) or r"\neq" in relations:
         return None
     if all(r in (">", r"\ge") for r in relations):
         low, high, relations = high, low, [_FLIPPED[r] for r in reversed(relations)]
@@ -375,7 +388,13 @@ def _between(sides: list[str], relations: list[str]) -> tuple[str, str] | None:
 
 def is_bound(text: str) -> bool:
     """Return whether a side of an inequality is a number."""
+    text = _EULER.sub("2", text)
     return text != "" and is_numeric(text) and re.search(r"\d|\\infty|\\pi", text) is not None and "=" not in text
+
+
+def _is_limit(text: str, name: str) -> bool:
+    """Return whether a side bounds a name: a number, or parameters around an unknown as in `0<x<a`."""
+    return is_bound(text) or (name in _UNKNOWNS and _PARAMETERS.fullmatch(text) is not None)
 
 
 def _read_list(parts: list[str]) -> Statement:

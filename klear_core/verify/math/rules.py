@@ -47,6 +47,7 @@ _READ_AS_LIST = re.compile(r",\s*(?:\\[,;:> ]|~)")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*\\?%")
 _EITHER = re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*OR\s*\}")
 _POINT_NAME = re.compile(r"^[A-Z]'?\s*=?\s*(?=\([^()]*,[^()]*\)$)")
+_COMPLEX_IN_J = re.compile(r"\(?-?[\d.]+\s*[-+]\s*[\d.]*\s*j\)?")
 _UNIT_VECTOR = re.compile(r"\\(?:hat|vec|bar|overrightarrow)\s*\{?\s*(?:\\)?([ijk])(?:math)?\s*\}?")
 _VECTOR_TERM = re.compile(
     r"([+-]?)((?:[\da-hl-z.]|\\frac\{[^{}]*\}\{[^{}]*\}|\\sqrt\{[^{}]*\}|\([^()]*\))*)\*?([ijk])(?![a-z])"
@@ -65,8 +66,8 @@ _COMBINATIONS = re.compile(
 _TIME_OF_DAY = (
     (re.compile(r"\bin the (?:afternoon|evening)\b|\bat night\b", re.I), "pm"),
     (re.compile(r"\bin the morning\b", re.I), "am"),
-    (re.compile(r"^(?:12:00\s*)?noon$", re.I), "12:00 pm"),
-    (re.compile(r"^(?:12:00\s*)?midnight$", re.I), "12:00 am"),
+    (re.compile(r"^(?:12(?::00)?\s*)?noon$", re.I), "12:00 pm"),
+    (re.compile(r"^(?:12(?::00)?\s*)?midnight$", re.I), "12:00 am"),
 )
 _MAX_COMBINATIONS = 16
 """Most combinations of the readings of several boxes that algebra compares; more are rare, and are left out."""
@@ -120,8 +121,10 @@ def decide(golds: tuple[str, ...], answer: MathAnswer, cfg: MathConfig) -> bool 
 
 
 def _normalise_for(gold: str, text: str) -> str:
-    """Return the normalised answer; `81,256` is read as two values if the reference has two."""
+    """Return the normalised answer; `81,256` is read as two values if the reference has two, `3-2j` as `3-2i`."""
     normalised = normalise(text)
+    if "i" in gold and "j" not in gold and _COMPLEX_IN_J.fullmatch(normalised):
+        return normalised.replace("j", "i")
     num_values = _count_values(gold)
     if num_values > 1 and _count_values(normalised) != num_values:
         separated = normalise(text, commas_separate=True)

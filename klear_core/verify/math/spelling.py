@@ -81,7 +81,7 @@ _TWINS = dict(
 _FOREIGN_RUN = re.compile(r"[\u0370-\u03ff\u0400-\u04ff]+")
 _RAISED = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱᵃᵇᶜᵈᵉᵏᵐᵒᵖᵗˣʸ]+")
 _LOWERED = re.compile(r"[₀₁₂₃₄₅₆₇₈₉₊₋₍₎ₐₑₒₓₖₙₘₜᵢⱼ]+")
-_PARTS = re.compile(r"[¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+_PARTS = re.compile(r"[¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]|[⁰¹²³⁴-⁹]{1,9}[\u2044\u2215/][₀-₉]{1,9}")
 _ENTITY = re.compile(r"&(?:#\d{1,6}|#x[0-9a-fA-F]{1,5}|[a-zA-Z]{2,12});")
 _ROOT = re.compile(r"([√∛∜])\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|\\?[a-zA-Z]+))")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
@@ -93,9 +93,9 @@ def plain_characters(text: str) -> str:
     if text.isascii():
         return text  # no table has a character of ASCII
     text = "".join(_BEFORE_NFKC.get(char, char) for char in text if not _is_invisible(char))
+    text = _PARTS.sub(_fraction, text.replace("³√", "∛").replace("⁴√", "∜"))
     text = _RAISED.sub(_raised, text)
     text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text)
-    text = _PARTS.sub(_fraction, text)
     text = _FOREIGN_RUN.sub(_latin_twins, unicodedata.normalize("NFKC", text))
     text = "".join(_AFTER_NFKC.get(char) or _digit(char) for char in text).replace("\u2212", "-")
     return _ROOT.sub(lambda m: f"{_ROOTS[m[1]]}{{{m[2] or m[3] or m[4]}}}", text)
@@ -103,11 +103,12 @@ def plain_characters(text: str) -> str:
 
 def _raised(match: re.Match[str]) -> str:
     digits = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
-    return f"^{{{digits}}}" if match.start() > 0 else digits  # nothing is raised by what is first
+    is_raised = match.start() > 0 or match.end() == len(match.string)  # the sign of `⁻3` is not
+    return f"^{{{digits}}}" if is_raised else digits
 
 
 def _fraction(match: re.Match[str]) -> str:
-    numerator, denominator = unicodedata.normalize("NFKC", match[0]).split("\u2044")
+    numerator, denominator = re.split("[\u2044\u2215/]", unicodedata.normalize("NFKC", match[0]))
     return rf" \frac{{{numerator}}}{{{denominator}}}"  # the blank makes `3½` 3 and 1/2
 
 
@@ -178,6 +179,7 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         # The imaginary unit and Euler's number.
         (r"\mathrm \text", r"\\(?:mathrm|text)(?:\{([ie])\}|\s+([ie])(?![a-zA-Z]))", r" \1\2 "),
         (r"\operatorname \mathrm \text", rf"\\(?:operatorname\*?|mathrm|text)\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
+        (r"\var", r"\\var(phi|epsilon|theta|rho|sigma|kappa|pi)" + _END, r"\\\1 "),
         (r"\imath \jmath", r"\\([ij])math(?![a-zA-Z])", r" \1 "),
         (r"\vec \overrightarrow", r"\\(?:vec|overrightarrow)\s*\{?\s*([a-zA-Z])(?![a-zA-Z])\s*\}?", r" \1 "),
         ("cis", r"\\(?:operatorname|mathrm|text)\s*\{\s*cis\s*\}", r"\\cis "),
@@ -216,6 +218,7 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         (r"\over", r"^([^{}=,]*)\\over" + _END + r"([^{}=,]*)$", r"\\frac{\1}{\2}"),
         (r"\choose", r"\{([^{}]*)\\choose" + _END + r"([^{}]*)\}", r"\\binom{\1}{\2}"),
         ("**", r"(?<=[\w)}])\s*\*\*\s*(\d+|[a-zA-Z])(?![\w*]*\*\*)", r"^{\1}"),
+        (r"\max \min \gcd \lcm", r"\\(max|min|gcd|lcm)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
         (r"\colon \ratio", r"\\(?:colon|ratio)" + _END, ":"),
         (r"\log_", r"\\log_\{?\s*e" + _END + r"\s*\}?", r"\\ln "),
         (r"\not", r"\\not\s*<", r"\\ge "),
@@ -247,7 +250,7 @@ _LEADING = re.compile(
     r"^(?:\\(?:therefore|because|implies|Rightarrow|Longrightarrow|rightarrow|longrightarrow|to|quad|qquad)(?![a-zA-Z])"
     r"|\\[,;:! ]|=>|=(?!=)|:|&|\\\\"
     r"|\\text\s*\{\s*(?i:there (?:are|is)(?: exactly)?|we (?:get|have|obtain)|(?:so|thus|hence|therefore),?"
-    r"|(?:the )?(?:final |correct )?(?:answer|result|value|total|solution)(?: is| equals)?)\s*:?\s*\}"
+    r"|(?:the )?(?:final |correct )?(?:answer|result|value|total|solution)(?: is| equals)?)\s*[:=]?\s*\}"
     r"\s*:?\s*(?=[-\d\\(])"
     r"|(?i:there (?:are|is)(?: exactly)?|the year)\s+(?=\d)"
     r"|(?:\*\*)?(?:the )?(?:final |correct )?(?i:answer|ans)(?: is)?\s*:\s*(?:\*\*)?(?=.))\s*"
@@ -257,7 +260,7 @@ _TRAILING = re.compile(
     r"|[.,;:。、\s✓✔✅■□∎&]|(?<=[.\w)}])\\$)+$"
 )
 _MATH_AS_TEXT = re.compile(
-    r"^\\text\s*\{(?:\s*(?:final )?answer\s*:?)?((?=[^{}]*[\d=<>^])(?![^{}]*[A-Za-z]{3})[^{}]*)\}$", re.I
+    r"^\\(?:text|mathrm)\s*\{(?:\s*(?:final )?answer\s*:?)?((?=[^{}]*[\d=<>^+])(?![^{}]*[A-Za-z]{3})[^{}]*)\}$", re.I
 )
 _BRACES = re.compile(r"\\[{}\\]|[{}]")
 _MAX_PASSES = 8

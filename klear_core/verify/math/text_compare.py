@@ -88,7 +88,8 @@ def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraCom
     gold, gold_percent = _strip_percent(gold)
     answer, answer_percent = _strip_percent(answer)
     sides = _values(gold, answer, cfg)
-    if sides is None or (gold_percent and cfg.units != "ignore" and split_unit(answer)[1].dimensions):
+    measured = [answer] * gold_percent + [gold] * answer_percent
+    if sides is None or (cfg.units != "ignore" and any(split_unit(text)[1].dimensions for text in measured)):
         return False
     pairs = [sides]  # the readings of `73%`, one of which must be equal: as 73, as 0.73, or both
     if gold_percent != answer_percent and cfg.percent != "ignore":
@@ -133,7 +134,8 @@ def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
     if cfg.units == "compatible" and not units_fit(gold_unit, answer_unit):
         return None
     ratio = Fraction(answer_unit.scale)
-    if cfg.units == "compatible" and gold_unit.dimensions == answer_unit.dimensions:
+    is_share = not gold_unit.dimensions and 1 in (gold_unit.size, answer_unit.size)  # 5 hours per day are 5
+    if cfg.units == "compatible" and gold_unit.dimensions == answer_unit.dimensions and not is_share:
         ratio *= answer_unit.size / gold_unit.size
     return _scaled(gold_value, Fraction(gold_unit.scale)), _scaled(answer_value, ratio)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -231,6 +231,8 @@ _CODE_BEFORE = re.compile(r"^(?:\\(?:text|mathrm)\s*\{\s*)?([A-Z]{3}|[A-Z]\w\.?)
 _CODED_SIGN = re.compile(
     rf"^\\(?:text|mathrm)\s*\{{\s*\\?([{_SIGNS}])\s*\}}|^\\text\s*\{{\s*(\\?[{_SIGNS}][\d.,]+)\s*\}}$"
 )
+_DOLLARS_PER = re.compile(r"^([\d.,]+)\s*(\\text\s*\{\s*)?dollars?(?=\s+(?:per|an?|each)\b)")
+_EACH = re.compile(r"(?<=[\d\s{])(?:an?|each|every)(?=\s+[a-z])")
 _CURRENCY_BEFORE = re.compile(rf"^([-+]?)\s*\\?([{_SIGNS}])\s*(?=[-+\d.\\(])")
 _CURRENCY_AFTER = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?\\?([{_SIGNS}])\s*\}}?$")
 _DEGREES = re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}|([CF]))?$")
@@ -260,12 +262,18 @@ def split_unit(text: str) -> tuple[str, Unit]:
     code = _CODE_BEFORE.match(text)
     if code is not None and code[1] in CURRENCY_CODES:
         text = CURRENCY_CODES[code[1]] + text[code.end() :]
+    text = _DOLLARS_PER.sub(r"\\$\1 \2", text)
     text = _CODED_SIGN.sub(lambda m: m[1] or m[2], text)
     before = _CURRENCY_BEFORE.match(text)
     if before is not None:
-        value, unit = split_unit(before[1] + text[before.end() :].strip())
-        is_money = unit.dimensions == () or unit.dimensions == ((CURRENCIES[before[2]], 1),)
-        return (value, _money(before[2], unit.scale)) if is_money else (text, NO_UNIT)
+        value, unit = split_unit(before[1] + _EACH.sub("per", text[before.end() :].strip()))
+        money = _money(before[2], unit.scale)
+        if unit.dimensions in ((), money.dimensions):
+            return value, money
+        is_rate = all(power < 0 for _, power in unit.dimensions)
+        # The price of an hour is money too, and not that of a minute.
+        rate = "-".join(["per", *(name for name, _ in unit.dimensions), str(unit.size)])
+        return (value, replace(money, noun=rate)) if is_rate else (text, NO_UNIT)
     after = _CURRENCY_AFTER.search(text)
     if after is not None:
         return text[: after.start()].strip(), _money(after[1], 1)

@@ -11,21 +11,24 @@ from dataclasses import dataclass
 
 _NUMBERS = {"integer": "Z", "whole number": "Z", "real": "R", "natural": "N", "positive integer": "N", "rational": "Q"}
 _KIND = (
-    r"(?:an? |any |all |every |some )?(?:arbitrary )?(positive integer|integer|whole number|real|natural|rational)s?"
-    r"(?: numbers?)?"
+    r"(?:an? |any |all |every |some )?(?:arbitrary )?"
+    r"(?P<of>positive integer|integer|whole number|real|natural|rational|(?:real )?constant|arbitrary)s?(?: numbers?)?"
 )
 _OPENING = (
     r"\s*(?:[,;:]|\()?\s*(?:\\text\s*\{\s*,?\s*(?:\(|)(?:for|where|with|and|as)?\s*(?:all|any|every|each|some|an?)?\s*"
-    r"(?P<kind>positive integer|integer|real|natural|whole number)?s?(?: numbers?| values?)?(?: of)?\s*\})?\s*"
-    r"(?:\\forall\s*)?"
+    r"(?P<kind>positive integer|integer|real|natural|whole number|(?:real )?constant)?s?(?: numbers?| values?)?"
+    r"(?: of)?\s*\})?\s*(?:\\forall\s*)?"
 )
 _MEMBER = r"\\in\s*(?P<set>\\mathbb\{[A-Z]\}(?:\s*[\^_]\s*\{?[+*\d\\a-z]{1,3}\}?)?)"
+_LISTED = r"[a-zA-Z](?:\s*(?:,|\\text\s*\{\s*,?\s*and\s*\})\s*[a-zA-Z])*"
 _DOMAIN = re.compile(
-    rf"{_OPENING}(?P<name>[a-zA-Z])\s*(?:{_MEMBER}|\\text\s*\{{\s*(?:is |in |are )?{_KIND}\s*[.)]?\s*\}})\s*\)?\s*$"
+    rf"(?:(?=\s*(?:[,;:(]|\\text|\\forall)){_OPENING}(?P<names>{_LISTED})|(?P<name>[a-zA-Z]))"
+    rf"\s*(?:{_MEMBER}|\\text\s*\{{\s*(?:is |in |are )?{_KIND}\s*[.)]?\s*\}})\s*\)?\s*$"
 )
 _FOR_ALL = re.compile(
-    r"\s*,?\s*\\text\s*\{\s*,?\s*(?:for|where)\s+(?:all|any|every|each)?\s*"
-    r"(?:(positive integer|integer|real|natural)s?)?(?: numbers?)?\s*\}\s*(?P<name>[a-zA-Z])\s*$"
+    r"\s*,?\s*\\text\s*\{\s*,?\s*(?:for|where|with)\s+(?:all|any|every|each|some|an?)?\s*(?:arbitrary )?"
+    r"(?:(?:positive integer|integer|real|natural|(?:real )?constant)s?)?(?: numbers?)?\s*\}"
+    rf"\s*(?P<names>{_LISTED})\s*$"
     r"|\s*,?\s*\\forall\s*(?P<other>[a-zA-Z])\s*$"
 )
 _DEFINED = re.compile(r"(?<![\\a-zA-Z])(?P<name>[a-zA-Z])\s*\((?P<letters>[a-z](?:\s*,\s*[a-z])*)\)\s*=(?!=)")
@@ -44,6 +47,7 @@ _STATEMENT = re.compile(r"[<>]|\\(?:le|ge|neq|in|ni|mid|equiv)(?![a-zA-Z])")
 _LETTER = re.compile(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|[a-zA-Z]")
 _CONSTANT = re.compile(r"(\+\s*)([A-Zck])$")
 _NUMBERED_CONSTANT = re.compile(r"(?<![\\a-zA-Z])([Cc])_\{?[01]\}?(?!\d)")
+_SEVERAL_CONSTANTS = re.compile(r"(?<![\\a-zA-Z])[Cc]_\{?([1-4])\}?(?!\d)")
 _HEAD = re.compile(r"\s*([a-zA-Z](?:\s*\([^()]*\))?)\s*=(?!=)")
 _CONSTANTS, _INTEGERS = frozenset("CcKkA"), frozenset("jklmn")
 _FRESH = "uvwpqhsrabjkmnlzyxt"
@@ -85,22 +89,24 @@ def with_same_bound_names(gold: str, answer: str) -> tuple[str, str] | None:
 def _read(text: str) -> _Bound:
     """Return what a text binds, without the words that say over which numbers."""
     text = _FORM_OF_SET.sub(r"\1=\2", text.strip())
-    domain, ranging = "", ""
+    domain, ranging = "", tuple[str, ...]()
     for_all = _FOR_ALL.search(text)
     found = _DOMAIN.search(text) if not text.startswith(r"\{") else None
     # In `x>0, x\in\mathbb{Z}` the set is a part of the answer.
     if found is not None and found.start() > 0 and _STATEMENT.search(text[: found.start()]) is None:
-        kind = found["kind"] or found[4] or ""
-        domain = re.sub(r"[\s{}]", "", found["set"] or rf"\mathbb{_NUMBERS.get(kind, '')}")
-        text, ranging = text[: found.start()].strip(), found["name"]
+        kind = found["kind"] or found["of"] or ""
+        numbers = found["set"] or (rf"\mathbb{_NUMBERS[kind]}" if kind in _NUMBERS else "")
+        domain = re.sub(r"[\s{}]", "", numbers)
+        text, ranging = text[: found.start()].strip(), _split_names(found["names"] or found["name"])
     elif for_all is not None and for_all.start() > 0:
-        text, ranging = text[: for_all.start()].strip(), for_all["name"] or for_all["other"]
+        text, ranging = text[: for_all.start()].strip(), _split_names(for_all["names"] or for_all["other"])
     defined = _definition(text)
     if defined is not None:
         # A definition's argument may be any number of its domain, which is the question's.
-        return defined if ranging in ("", *defined.letters) else _Bound(text=text, letters=(ranging,), domain=domain)
+        is_argument = set(ranging) <= {*defined.letters}
+        return defined if is_argument else _Bound(text=text, letters=(*defined.letters, *ranging), domain=domain)
     if ranging:
-        return _Bound(text=text, letters=(ranging,), domain=domain)
+        return _Bound(text=text, letters=ranging, domain=domain)
     return _read_set(text) or _read_index(text) or _Bound(text=text)
 
 
@@ -154,6 +160,9 @@ def _same_parameter(gold: str, answer: str) -> tuple[str, str]:
 
     It is free if it is the only letter in which the texts differ, and is named as constants or integers are.
     """
+    are_numbered = [_SEVERAL_CONSTANTS.search(text) is not None for text in (gold, answer)]
+    if are_numbered[0] != are_numbered[1] and (_HEAD.match(gold) or _HEAD.match(answer)):
+        gold, answer = _in_letters(gold), _in_letters(answer)
     if "_" not in gold or "_" not in answer:
         gold, answer = (_NUMBERED_CONSTANT.sub(r"\1", text) for text in (gold, answer))
     old, new = _letters(answer) - _letters(gold), _letters(gold) - _letters(answer)
@@ -162,14 +171,24 @@ def _same_parameter(gold: str, answer: str) -> tuple[str, str]:
     names = old | new
     heads = [_HEAD.match(text) for text in (gold, answer)]
     is_equation = heads[0] is not None and heads[1] is not None and not names & _letters(heads[0][1] + heads[1][1])
+    is_declared = is_equation and old <= {*_read(answer).letters}
     is_periodic = r"\pi" in gold and _letters(gold) == new
-    if (names <= _CONSTANTS and is_equation) or (names <= _INTEGERS and (is_equation or is_periodic)):
+    if is_declared or (names <= _CONSTANTS and is_equation) or (names <= _INTEGERS and (is_equation or is_periodic)):
         return gold, _renamed(answer, {old.pop(): new.pop()})
     return gold, answer
 
 
+def _in_letters(text: str) -> str:
+    """Return `y=Ae^x+Be^{-x}` for `y=C_1e^x+C_2e^{-x}`; one constant stays."""
+    numbers = sorted({match[1] for match in _SEVERAL_CONSTANTS.finditer(text)})
+    letters = dict(zip(numbers, "ABDE", strict=False))
+    if not 2 <= len(numbers) <= len(letters) or _letters(text) & {*letters.values()}:
+        return text
+    return _SEVERAL_CONSTANTS.sub(lambda m: f" {letters[m[1]]} ", text)
+
+
 def _split_names(text: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"[a-z]", text))
+    return tuple(name[0] for name in _LETTER.finditer(text) if len(name[0]) == 1)
 
 
 def _letters(text: str) -> set[str]:

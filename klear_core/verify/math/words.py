@@ -9,12 +9,13 @@ answer. Number words and units go on to the rules for numbers and units.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _ANYWHERE = {
     "and": "und и и 和 与 及 y_también そして と 그리고",
     "or": "oder или 或者 或 または 또는 أو",
-    "even": "偶数 偶 gerade чётное четное чётный парное pari_numero 짝수",
-    "odd": "奇数 奇 ungerade нечётное нечетное нечётный impar impair dispari 홀수",
+    "even": "偶数 偶 gerade чётное четное чётный четный чётная четная парное pari_numero 짝수",
+    "odd": "奇数 奇 ungerade нечётное нечетное нечётный нечётная нечетная impar impair impaire dispari 홀수",
     "yes": "да 是 是的 はい 네 예 نعم",
     "no": "нет 否 不是 nein いいえ 아니요 لا",
     "true": "wahr vrai verdadero verdadeiro vero 真 正确 верно истина 참",
@@ -26,6 +27,26 @@ _ANYWHERE = {
     "triangle": "dreieck triángulo triângulo triangolo треугольник 三角形",
     "square": "quadrat carré cuadrado quadrado quadrato квадрат 正方形",
     "rectangle": "rechteck rectángulo retângulo rettangolo прямоугольник 长方形 矩形",
+    "parallelogram": "parallelogramm parallélogramme paralelogramo parallelogramma параллелограмм 平行四边形",
+    "rhombus": "raute losange rombo losango ромб 菱形",
+    "trapezoid": "trapèze trapecio trapézio трапеция 梯形",
+    "isosceles": "gleichschenklig isocèle isósceles isoscele равнобедренный 等腰",
+    "equilateral": "gleichseitig équilatéral equilátero equilatero равносторонний 等边",
+    "isosceles triangle": "等腰三角形",
+    "equilateral triangle": "等边三角形",
+    "right triangle": "直角三角形",
+    "prime": "primzahl primo простое 质数 素数",
+    "composite": "zusammengesetzt compuesto composto составное 合数",
+    "increasing": "wachsend steigend croissante croissant creciente crescente возрастает возрастающая 递增 增函数",
+    "decreasing": "fallend décroissante décroissant decreciente decrescente убывает убывающая 递减 减函数",
+    "positive": "positiv positif positivo положительное 正数",
+    "negative": "negativ négatif negativo отрицательное 负数",
+    "rational": "rationnel racional razionale рациональное 有理数",
+    "irrational": "irrationnel irracional irrazionale иррациональное 无理数",
+    "parallel": "parallèle parallèles paralelas paralelo paralelos parallele параллельны 平行",
+    "perpendicular": "senkrecht perpendiculaire perpendiculaires perpendiculares perpendicolari перпендикулярны 垂直",
+    "cube": "würfel cubo куб 立方体 正方体",
+    "sphere": "kugel sphère esfera sfera сфера 球体",
     "line": "gerade_linie droite línea linha retta прямая 直线",
     "Monday": "montag lundi lunes lunedì понедельник 星期一 周一 月曜日 월요일 segunda-feira",
     "Tuesday": "dienstag mardi martes martedì вторник 星期二 周二 火曜日 화요일 terça-feira",
@@ -78,10 +99,15 @@ _ANYWHERE = {
     "euros": "евро 欧元",
     "rubles": "рублей рубля рубль",
     "things": "个 只 本 张 人 名 种 次 件 条 个人 个数 штук personas persone personnes personen человек 개 명",
-    "no solution": "无解 没有解 无实数解 解なし 해가_없다",
+    "no solution": "无解 没有解 无实数解 方程无解 原方程无解 方程组无解 解なし 해가_없다",
+    "thousand": "tausend тысяч тысячи тысяча mil mille",
+    "million": "millionen millones миллионов миллиона milhões milioni",
     "empty set": "空集 空集合 пустое_множество leere_menge ensemble_vide conjunto_vacío conjunto_vazio",
     "does not exist": "不存在 не_существует existiert_nicht n'existe_pas no_existe não_existe non_esiste",
-    "infinitely many": "无穷多 无数个 无限多 unendlich_viele бесконечно_много",
+    "infinitely many": (
+        "无穷多 无数个 无限多 无穷多个 无限多个 无穷多解 无数解 无穷多个解 unendlich_viele бесконечно_много infinidad "
+        "infinitas_soluciones infinitas_soluções infinite_soluzioni une_infinité une_infinité_de_solutions"
+    ),
     "infinity": "无穷大 无穷 unendlich бесконечность infini infinito",
     "not ": "不 非",
     "at least ": "至少 mindestens au_moins al_menos almeno",
@@ -136,6 +162,9 @@ _ALONE = {
 }
 _EASTERN_DIGITS = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
 _EASTERN_TENS = {"十": 10, "百": 100, "千": 1000}
+_EASTERN_SCALES = {"千": 3, "万": 4, "萬": 4, "亿": 8, "億": 8, "만": 4, "억": 8}
+_SCALED = re.compile(rf"(?<![\d.])(\d{{1,12}}(?:\.\d{{1,8}})?)\s*([{''.join(_EASTERN_SCALES)}])")
+"""Digits and an Eastern power of ten: `25万` is 250000."""
 _CONNECTIVES = {"and": "et y e i и 和 且", "or": "o ou u и/или 或"}
 """Connectives that are also letters: translated only if a `\\text{}` holds nothing else."""
 
@@ -178,8 +207,14 @@ def in_english(text: str) -> str:
     text = _ONLY_JOINING.sub(_joined, text)
     if text.isascii() and not any(phrase in text for phrase in _PHRASES) and _WORD.search(text) is None:
         return text
+    text = _SCALED.sub(_in_digits, text)
     text = _EASTERN.sub(lambda m: f" {_WORDS[m[0]]} ", text)
     return _WORD.sub(lambda m: _WORDS.get(m[0].lower(), m[0]), text)
+
+
+def _in_digits(match: re.Match[str]) -> str:
+    value = Fraction(match[1]) * 10 ** _EASTERN_SCALES[match[2]]
+    return f"{value} " if value.denominator == 1 else match[0]
 
 
 def _eastern_number(text: str) -> int | None:
@@ -232,8 +267,9 @@ _MEANINGS = {
 _SYMBOLS = {phrase: symbol for symbol, phrases in _MEANINGS.items() for phrase in phrases.split("|")}
 _SYNONYMS = {
     "dne": "not exist",
-    "undefined": "not defined",
-    "divergent": "diverge",
+    "undefined": "not exist",
+    "defined": "exist",
+    **dict.fromkeys(("diverge", "diverges", "divergent"), "not converge"),
     "convergent": "converge",
     "impossible": "not possible",
     "grey": "gray",
@@ -265,6 +301,8 @@ _ASSENT = re.compile(
 _ARTICLES = frozenset(["a", "an", "the", "of", "on", "in", "straight", "angled"])
 _CLASS_NOUNS = "function triangle number set series sequence equation curve graph figure shape quadrilateral"
 _CLASSES = frozenset(_CLASS_NOUNS.split())
+_WINS = frozenset(["win", "always win", "will win", "can win", "has winning strategy", "have winning strategy"])
+"""What follows the name of the player who wins."""
 
 
 def meant_symbol(text: str) -> str:
@@ -275,15 +313,15 @@ def meant_symbol(text: str) -> str:
     if re.fullmatch(r"[A-Za-z][A-Za-z' ,.-]{2,60}", inner) is None:
         return text
     phrase = " ".join(phrase_words(inner))
-    if phrase.startswith("no "):
-        phrase = phrase.removesuffix(" exist")
+    if phrase.startswith(("no ", "none ")):
+        phrase = re.sub(r"^(no such) [a-z]$", r"\1 x", phrase.removesuffix(" exist"))
     return _SYMBOLS.get(phrase, text)
 
 
 def phrase_words(text: str) -> list[str]:
     """Return the words that carry the meaning of a phrase: without articles, subjects and plurals, synonyms as one."""
     text = re.sub(r"(?:'|\s+n')t\b", " not", re.sub(r"n't\b", " not", text.lower()))
-    text = re.sub(r"[^a-z0-9]+", " ", text).strip()
+    text = re.sub(r"[^a-z0-9]+", " ", re.sub(r"\b(it|that|there|they)'(?:s|re)\b", r"\1 is", text)).strip()
     assent = _ASSENT.match(text)
     if assent is not None:
         return [assent[1]]
@@ -291,7 +329,7 @@ def phrase_words(text: str) -> list[str]:
     text = text.replace("not exist", "nonexistent")
     for word in _OPENING.sub("", text).split():
         words += _ONE_WORD.get(word, word).split() if word not in _ARTICLES else []
-    is_denied = "not" in words
+    is_denied = words.count("not") % 2 == 1
     words = [_singular(word) for word in words if word not in ("does", "do", "is", "are")]
     if not words:
         return text.split()
@@ -316,7 +354,8 @@ def same_phrase(gold: str, answer: str) -> bool:
     if both <= _AGREEING or both <= _REFUSING or _same_quadrant(gold, answer):
         return True
     longer, shorter = sorted((gold_words, answer_words), key=len, reverse=True)
-    return len(shorter) > 0 and longer[:-1] == shorter and longer[-1] in _CLASSES
+    is_winner = " ".join(longer[len(shorter) :]) in _WINS and longer[: len(shorter)] == shorter
+    return len(shorter) > 0 and (is_winner or (longer[:-1] == shorter and longer[-1] in _CLASSES))
 
 
 def _same_quadrant(gold: str, answer: str) -> bool:

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 """Without a box a finished sentence at the end must state the answer; a number that is merely mentioned is none."""
 
 import pytest
@@ -27,6 +28,33 @@ STATED = [
     ("3", "3"),
     ("3", "$x = 3$"),
     ("0.5", "0.5"),
+    ("5", "答：小明一共有5个苹果。"),
+    ("5", "答：5"),
+    ("5", "解：设苹果有x个。x=5。\n答：5"),
+    ("5", "解：略。\n\n答：一共有5个苹果。"),
+    ("5", "Het antwoord is 5."),
+    ("5", "Svaret är 5."),
+    ("5", "Odpověď je 5."),
+    ("5", "Răspunsul este 5."),
+    ("5", "Vastaus on 5."),
+    ("5", "Odpowiedź to 5."),
+    ("\\frac12", "The probability is therefore $\\frac{1}{2}$."),
+    ("42", "The answer is\n\n$$\n42.\n$$"),
+    ("42", "The value of the sum is\n\\[42.\\]\nHence the answer is\n\\[42\\]"),
+    ("D", "The best choice is option D."),
+    ("42", "The area of the triangle is thus 42."),
+    ("42", "Therefore, the total is\n\n$$42$$"),
+    ("C", "The answer is C because the others fail."),
+    ("C", "The answer is C, since all the others fail."),
+    ("17", "Cevap 17'dir."),
+    ("17", "The total cost is $17."),
+    ("7", "The area of the triangle is 7."),
+    ("\\frac12", "The probability is $\\frac{1}{2}$."),
+    ("7", "The area of the triangle is **7** square units."),
+    ("101", "La réponse est donc 101."),
+    ("101", "La risposta è quindi 101."),
+    ("101", "Die Antwort ist daher 101."),
+    ("101", "A resposta é portanto 101."),
 ]
 
 
@@ -36,9 +64,23 @@ def test_a_stated_answer_is_read(math_pool: JudgePool, gold: str, text: str) -> 
     assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 1.0), verdict.detail
 
 
-def test_a_stated_answer_that_is_wrong_is_wrong(math_pool: JudgePool) -> None:
-    verdict = math_pool.judge(math_problem("3"), "</think>For k=3 it holds. Therefore, the answer is 4.")
-    assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 0.0)
+WRONG = [
+    ("3", "For k=3 it holds. Therefore, the answer is 4."),
+    ("5", "Het antwoord is niet 5."),
+    ("5", "Svaret är inte 5."),
+    ("5", "答：6"),
+    ("42", "The area of the triangle is thus 43."),
+    ("C", "The answer is D because C fails."),
+    ("7", "The area of the triangle is 8."),
+    ("7", "The area is not 7."),
+    ("7", "The area is 7 but the perimeter is wrong."),
+    ("7", "The area is maybe 7."),
+]
+
+
+@pytest.mark.parametrize(("gold", "text"), WRONG, ids=[text for _, text in WRONG])
+def test_another_value_or_a_denied_one_earns_nothing(math_pool: JudgePool, gold: str, text: str) -> None:
+    assert math_pool.judge(math_problem(gold), "</think>" + text).score == 0.0
 
 
 NOT_STATED = [
