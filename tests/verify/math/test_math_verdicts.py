@@ -124,7 +124,18 @@ def test_a_wrong_answer_scores_zero(math_pool: JudgePool, gold: str, answer: str
 
 
 INFINITE = [r"2^\infty", r"\infty^{\infty}", r"\sqrt{\infty}", r"\infty^2", r"e^{\infty}", r"\log_2\infty"]
-FINITE = ["5", r"\frac{1}{2}", r"\ln 2", r"\sqrt{2}", "e", r"\log_2 3", r"\sin 1", r"3^{\log_2 5}", r"\frac{\ln 3}{\ln 2}", r"\sqrt[3]{7}"]
+FINITE = [
+    "5",
+    r"\frac{1}{2}",
+    r"\ln 2",
+    r"\sqrt{2}",
+    "e",
+    r"\log_2 3",
+    r"\sin 1",
+    r"3^{\log_2 5}",
+    r"\frac{\ln 3}{\ln 2}",
+    r"\sqrt[3]{7}",
+]
 
 
 @pytest.mark.parametrize("shape", ["{}", r"\{{1,{}\}}", "(-1,{}]"])
