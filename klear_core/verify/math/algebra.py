@@ -120,17 +120,17 @@ def _plain_symbols(value: object) -> object:
     """
     if not isinstance(value, sympy.Basic | sympy.MatrixBase):
         return value
-    value = _with_infinities_evaluated(value)
+    evaluated = _with_infinities_evaluated(value)
     real = {
         symbol: sympy.Symbol(symbol.name, real=True)
-        for symbol in value.free_symbols
+        for symbol in evaluated.free_symbols
         if isinstance(symbol, sympy.Symbol)
     }
     real |= {symbol: sympy.I for symbol in real if symbol.name == "i"}
     changed = {symbol: new for symbol, new in real.items() if symbol != new}
-    plain = value.subs(changed) if changed else value
+    plain = evaluated.subs(changed) if changed else evaluated
     # An equation that holds for no real number would be the same as any other such equation.
-    return value if isinstance(plain, BooleanAtom) else plain
+    return evaluated if isinstance(plain, BooleanAtom) else plain
 
 
 def _with_infinities_evaluated(value: sympy.Basic) -> sympy.Basic:
