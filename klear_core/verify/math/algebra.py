@@ -38,6 +38,8 @@ Parsed = tuple[object, ...]
 # CPU seconds beyond its limit after which a comparison is killed, if the alarm could not stop one long C call.
 _BACKSTOP_CPU_S = 2
 _MAX_DETAIL = 500
+_INFINITIES = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
+_EVALUATED = (sympy.Pow, sympy.Mul, sympy.Add, sympy.log, sympy.exp)
 _INDEXED_I = re.compile(r"(?<![\\a-zA-Z])I\s*_")
 
 
@@ -118,16 +120,30 @@ def _plain_symbols(value: object) -> object:
     """
     if not isinstance(value, sympy.Basic | sympy.MatrixBase):
         return value
+    evaluated = _with_infinities_evaluated(value)
     real = {
         symbol: sympy.Symbol(symbol.name, real=True)
-        for symbol in value.free_symbols
+        for symbol in evaluated.free_symbols
         if isinstance(symbol, sympy.Symbol)
     }
     real |= {symbol: sympy.I for symbol in real if symbol.name == "i"}
     changed = {symbol: new for symbol, new in real.items() if symbol != new}
-    plain = value.subs(changed) if changed else value
+    plain = evaluated.subs(changed) if changed else evaluated
     # An equation that holds for no real number would be the same as any other such equation.
-    return value if isinstance(plain, BooleanAtom) else plain
+    return evaluated if isinstance(plain, BooleanAtom) else plain
+
+
+def _with_infinities_evaluated(value: sympy.Basic) -> sympy.Basic:
+    """Return the value with `oo` for `2**oo`: sympy deduces facts of an unevaluated one in random order, also zero.
+
+    Sums, limits and integrals with infinite bounds stay as they are.
+    """
+    if not value.has(*_INFINITIES):
+        return value
+    return value.replace(
+        lambda e: isinstance(e, _EVALUATED) and any(argument in _INFINITIES for argument in e.args),
+        lambda e: e.func(*e.args),
+    )
 
 
 def _are_equal(gold: Parsed, answer: Parsed, digits: int) -> bool:

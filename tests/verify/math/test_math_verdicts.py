@@ -123,6 +123,30 @@ def test_a_wrong_answer_scores_zero(math_pool: JudgePool, gold: str, answer: str
     assert verdict.score == 0.0, verdict.detail
 
 
+INFINITE = [r"2^\infty", r"\infty^{\infty}", r"\sqrt{\infty}", r"\infty^2", r"e^{\infty}", r"\log_2\infty"]
+FINITE = [
+    "5",
+    r"\frac{1}{2}",
+    r"\ln 2",
+    r"\sqrt{2}",
+    "e",
+    r"\log_2 3",
+    r"\sin 1",
+    r"3^{\log_2 5}",
+    r"\frac{\ln 3}{\ln 2}",
+    r"\sqrt[3]{7}",
+]
+
+
+@pytest.mark.parametrize("shape", ["{}", r"\{{1,{}\}}", "(-1,{}]"])
+def test_an_infinite_value_equals_no_finite_one(math_pool: JudgePool, shape: str) -> None:
+    # Unevaluated, about one comparison in forty held, by the order in which sympy deduces facts.
+    wrong = [(shape.format(gold), shape.format(answer)) for gold in FINITE for answer in INFINITE]
+    verdicts = [math_pool.submit(math_problem(gold), boxed(answer)) for gold, answer in wrong]
+    assert [pair for pair, verdict in zip(wrong, verdicts, strict=True) if verdict.result().score] == []
+    assert math_pool.judge(math_problem(r"\infty"), boxed(r"2^\infty")).is_correct
+
+
 @pytest.mark.parametrize(("gold", "answer"), RIGHT)
 def test_every_reference_is_right_against_itself(math_pool: JudgePool, gold: str, answer: str) -> None:
     assert math_pool.judge(math_problem(gold), boxed(gold)).score == 1.0

@@ -166,6 +166,42 @@ class Capture:
         return collections.namedtuple("CaptureResult", "out err")(*texts)
 
 
+class CapLog:
+    """The fixture `caplog`: what was logged, at the levels that the tests set."""
+
+    def __init__(self, stack):
+        import logging
+
+        self.logging, self.stack, self.records = logging, stack, []
+        self.handler = logging.Handler()
+        self.handler.emit = self.records.append
+        stack.callback(logging.root.removeHandler, self.handler)
+        logging.root.addHandler(self.handler)
+
+    messages = property(lambda self: [record.getMessage() for record in self.records])
+    text = property(lambda self: "".join("%-8s %s:%s\n" % found for found in self._shown()))
+    record_tuples = property(lambda self: [(r.name, r.levelno, r.getMessage()) for r in self.records])
+
+    def _shown(self):
+        return [(r.levelname, r.name, r.getMessage()) for r in self.records]
+
+    def clear(self):
+        self.records.clear()
+
+    def set_level(self, level, logger=None):
+        logger = self.logging.getLogger(logger)
+        self.stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(level)
+
+    @contextlib.contextmanager
+    def at_level(self, level, logger=None):
+        logger = self.logging.getLogger(logger)
+        before = logger.level
+        logger.setLevel(level)
+        yield
+        logger.setLevel(before)
+
+
 class MonkeyPatch:
     """The fixture `monkeypatch`, for attributes, items and the environment of the tests' own process."""
 
@@ -218,6 +254,8 @@ class Shared:
 
 
 def _run_forms(names, called, shared):
+    module = types.SimpleNamespace(**{name: value for name, value in names.items() if not name.startswith("_")})
+    _call_hook(module, "setup_module", module)
     unittest = sys.modules.get("unittest")  # costs time, and is there if the tests have imported it
     for name, value in list(names.items()):
         if (
@@ -228,16 +266,27 @@ def _run_forms(names, called, shared):
         ):
             _run_cases(value)
         elif name.startswith("Test") and isinstance(value, type) and value.__module__ == "tests":
-            getattr(value, "setup_class", lambda: None)()
+            _call_hook(value, "setup_class", value)
             for method in [m for m in vars(value) if m.startswith("test")]:
                 instance = value()
                 own = {n: fixture.of(instance) for n, fixture in vars(value).items() if isinstance(fixture, Fixture)}
-                getattr(instance, "setup_method", lambda: None)()
+                _call_hook(instance, "setup_method", getattr(instance, method))
                 rows = getattr(value, "_klear_rows", [])
                 run_function(getattr(instance, method), dict(names, **own), shared, rows)
-                getattr(instance, "teardown_method", lambda: None)()
+                _call_hook(instance, "teardown_method", getattr(instance, method))
+            _call_hook(value, "teardown_class", value)
         elif name.startswith("test") and isinstance(value, types.FunctionType) and name not in called:
+            _call_hook(module, "setup_function", value)
             run_function(value, names, shared)
+            _call_hook(module, "teardown_function", value)
+    _call_hook(module, "teardown_module", module)
+
+
+def _call_hook(owner, name, offered):
+    """Call what tests run before or after others, if it is there; it may take the function, class or module."""
+    hook = getattr(owner, name, None)
+    if hook is not None:
+        hook(*[offered][: len(inspect.signature(hook).parameters)])
 
 
 def _run_cases(case):
@@ -318,6 +367,8 @@ class Made:
             made = Capture()
             self.stack.enter_context(contextlib.redirect_stdout(made.out))
             self.stack.enter_context(contextlib.redirect_stderr(made.err))
+        elif name == "caplog":
+            made = CapLog(self.stack)
         elif name == "monkeypatch":
             made = MonkeyPatch(self.stack)
         elif isinstance(self.names.get(name), Fixture):

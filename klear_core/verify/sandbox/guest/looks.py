@@ -56,7 +56,7 @@ _PLACES = {
     for module in (collections.abc, types)
     for name in dir(module)
     if isinstance(vars(module)[name], type)
-}
+} | {kind: ("builtins", kind.__name__) for kind in (list, tuple, set, frozenset, dict)}
 
 
 class RemoteDescriptor:

@@ -200,16 +200,21 @@ class Tester:
 
 
 class Names(dict):
-    """The global names of the tests. Those of the program are asked for at each use, unless they are objects of it."""
+    """The global names of the tests. Those of the program are asked for at each use, unless they are objects of it.
 
-    def __init__(self, tester, under_test):
-        self.tester = tester
+    `evaluates`: the tests name more in texts that they evaluate.
+    """
+
+    def __init__(self, look_up, under_test, evaluates):
+        self.look_up = look_up
         self.under_test = under_test
+        self.evaluates = evaluates
 
     def __missing__(self, name):
-        if name not in self.under_test:
+        is_texts = self.evaluates and not hasattr(builtins, name)
+        if not (is_texts or name in self.under_test):
             raise KeyError(name)
-        value = self.tester.look_up(name)
+        value = self.look_up(name)
         if type(value) is Proxy or isinstance(value, type):
             self[name] = value
         return value
@@ -350,7 +355,8 @@ class Proxy:
             return False
 
     def __subclasscheck__(self, value):
-        return type(value) is Proxy and self._klear_apply_reversed("issubclass", value)
+        is_builtin = isinstance(value, type) and vars(builtins).get(value.__name__) is value
+        return (type(value) is Proxy or is_builtin) and self._klear_apply_reversed("issubclass", value)
 
     def _klear_apply_reversed(self, do, value):
         return bool(self._klear_tester.apply(do, value, self))

@@ -99,6 +99,7 @@ def _remote_method(name):
     return lambda self, *args: self._klear_ask(name, *args)
 
 
+Remote.__doc__ = property(lambda self: self._klear_ask("__getattribute__", "__doc__"))
 for _name in (*REMOTE_METHODS, "__enter__", "__exit__"):
     setattr(Remote, _name, _remote_method(_name))
 

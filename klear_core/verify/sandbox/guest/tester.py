@@ -294,7 +294,10 @@ def _prepared(source, tester, stand_in):
         _forward_settings(tester, source)
     if "environ" in source or "setenv" in source:
         tester.environ = dict(os.environ)
-    looks = {"warnings": ("arns", "warning", "deprecated_call"), "logging": ("logging", "assertLogs", "assertNoLogs")}
+    looks = {
+        "warnings": ("arns", "warning", "deprecated_call"),
+        "logging": ("logging", "assertLogs", "assertNoLogs", "caplog"),
+    }
     tester.observe = [kind for kind, words in looks.items() if any(word in source for word in words)]
     for kind in tester.observe:
         __import__(kind)
@@ -320,7 +323,8 @@ def _prepared(source, tester, stand_in):
         if isinstance(node, ast.ClassDef):
             node.body = [_InClassBody(under_test).visit(statement) for statement in node.body]
             node.decorator_list.append(ast.Name(id="_klear_with_descriptors", ctx=ast.Load()))
-    names = Names(tester, under_test)
+    evaluates = any(isinstance(node, ast.Name) and node.id in ("eval", "exec") for node in ast.walk(tree))
+    names = Names(tester.look_up if stand_in is None else lambda _: stand_in, under_test, evaluates)
     names.update(provided, __builtins__=__builtins__, _klear_names=names)
     if stand_in is not None:
         names.update(dict.fromkeys(under_test, stand_in))
@@ -419,7 +423,8 @@ def _names_under_test(source, last, provided):
     callees = {
         node.func.id for node in ast.walk(last) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    return loaded - taken - set(provided) or (in_last & loaded) - taken or callees - bound
+    found = loaded - taken - set(provided) or (in_last & loaded) - taken
+    return found or (set() if loaded & {"eval", "exec"} else callees - bound)
 
 
 def run_checker(request):

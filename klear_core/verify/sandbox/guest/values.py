@@ -43,7 +43,10 @@ _NODES = {"ListNode": ("val", "next"), "TreeNode": ("val", "left", "right")}
 _SCALARS = frozenset([bool, int, str, type(None)])
 _OF_CONTAINERS = frozenset(
     "__%s__" % name
-    for name in "getitem setitem delitem contains iter len call enter getattr eq lt add sub mul truediv or and".split()
+    for name in (
+        "getitem setitem delitem contains iter len call enter getattr setattr delattr str repr bool eq lt add sub mul "
+        "truediv or and"
+    ).split()
 )
 """Special methods that make of a container something else."""
 _MAX_SHARED = 4_000
@@ -258,9 +261,14 @@ class Wire:
             return value if value - value == 0 else ["x", repr(value)]
         if not self.is_plain and id(value) in self.shared_numbers:
             return ["r", self.shared_numbers[id(value)]]
-        if isinstance(value, (list, tuple, set, frozenset, dict)) and (self.is_plain or not self.has_methods(kind)):
+        if isinstance(value, (list, tuple, set, frozenset, dict)) and (self.is_plain or not self._is_more(value, kind)):
             return self._encode_container(value, kind)
         return self._encode_object(value, kind)
+
+    def _is_more(self, value, kind):
+        """Return whether an object whose class is derived from a container's is more than a container."""
+        has_attributes = kind.__module__ == "solution" and bool(getattr(value, "__dict__", None))
+        return has_attributes or self.has_methods(kind)
 
     def has_methods(self, kind):
         """Return whether a class derived from a container is more than a container."""
@@ -359,7 +367,7 @@ class Wire:
     def _encode_exception(self, value, kind):
         attributes = {}
         for name, attribute in getattr(value, "__dict__", {}).items():
-            if not name.startswith("_"):
+            if not name.startswith("_") or name == "__notes__":
                 attributes[name] = attribute
         encoded = [self.encode(kind), self.encode(value.args), self.encode(attributes)]
         cause = value.__cause__
