@@ -99,6 +99,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield "s3://index/prefix"
 
 
+@pytest.mark.slow
 def test_a_shared_store_is_listed_by_its_index_from_any_node(tmp_path: Path, url: str):
     store = ObjectStore(tmp_path / "node", url)
     for number in range(30):

@@ -142,6 +142,7 @@ def disguised(question):
     return f"Solve the following with care!\n\n{shouted}\n\nThink first, then answer."
 
 
+@pytest.mark.slow
 def test_planted_benchmark_questions_are_found_as_they_are_and_in_disguise(protected):
     guard = Decontaminator(DecontaminateConfig(), protected)
     texts = [text for one in protected[::3] for text in (one.question, disguised(one.question))]
@@ -172,6 +173,7 @@ def curated(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_the_ledger_of_all_math_sources_adds_up(curated):
     summary, problems, dropped = curated
     assert summary.counts["rows"] == sum(MATH.values()) == len(problems) + len(dropped)
@@ -181,6 +183,7 @@ def test_the_ledger_of_all_math_sources_adds_up(curated):
         assert before.num_out == after.num_in
 
 
+@pytest.mark.slow
 def test_no_benchmark_question_is_left_among_the_training_problems(curated):
     _, problems, _ = curated
     left = {" ".join(t for t in tokens_of(p.question) if is_word(t)) for p in problems}
@@ -190,6 +193,7 @@ def test_no_benchmark_question_is_left_among_the_training_problems(curated):
     assert not left & asked
 
 
+@pytest.mark.slow
 def test_aime_problems_in_other_words_and_typesetting_are_removed(curated):
     _, problems, _ = curated
     published = [json.loads(line) for line in (SHARED / "math-nemo-comp-24-25/test.jsonl").read_text().splitlines()]
@@ -198,6 +202,7 @@ def test_aime_problems_in_other_words_and_typesetting_are_removed(curated):
     assert not aime & {p.question for p in problems}
 
 
+@pytest.mark.slow
 def test_repeats_across_sources_are_found(curated):
     summary, _, _ = curated
     repeats = summary.ledger[2].noted

@@ -184,6 +184,7 @@ def test_a_run_is_the_profile_with_the_overrides_of_grid_variant_and_command_lin
     assert config.rl.optim.betas == (0.9, 0.95)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", GRIDS, ids=lambda file: file.stem)
 def test_every_grid_of_the_repository_can_be_planned(klear, tmp_path: Path, file: Path) -> None:
     cfg = load_ablation(file)

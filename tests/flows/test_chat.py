@@ -144,6 +144,7 @@ def test_what_is_no_model_or_not_there_is_named(klear, runs):
     assert "models are made by the stages base, sft, rl" in curated.err
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_downloaded_once_and_asked_without_anything_heavy(klear, runs, tmp_path):
     folder = runs / "artifacts/rl/5eedab1e/model"
     files = {file.name: file.read_bytes() for file in folder.iterdir()}

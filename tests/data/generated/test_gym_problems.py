@@ -75,6 +75,7 @@ def test_a_setting_of_the_task_wins_over_the_level():
     assert {row.question.count(" + ") + row.question.count(" - ") for row in rows} == {4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["isomorphic_strings", "list_functions"])
 def test_the_same_seed_gives_the_same_problems_whatever_the_hash_seed_of_this_process(monkeypatch, task):
     # The first depends on the order of sets, the second on Python's global generator.

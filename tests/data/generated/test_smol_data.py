@@ -45,22 +45,26 @@ def numbers_of(problem: Problem) -> tuple[tuple[str, ...], str]:
     return tuple(sorted(re.findall(r"\d+", text))), str(eval(text))
 
 
+@pytest.mark.slow
 def test_no_heldout_sum_has_the_numbers_of_a_training_sum(training, heldout):
     assert len(heldout) == 400
     assert not {numbers_of(p) for p in heldout} & {numbers_of(p) for p in training}
 
 
+@pytest.mark.slow
 def test_no_sum_comes_twice_in_other_words(training):
     assert len(training) == 2000
     assert Counter(map(numbers_of, training)).most_common(1)[0][1] == 1
 
 
+@pytest.mark.slow
 def test_all_four_wordings_occur_and_every_reference_is_the_value(training):
     openings = Counter(problem.question.split(SUM.findall(problem.question)[0])[0] for problem in training)
     assert set(openings) == {"What is ", "Solve ", "Compute ", "Evaluate: "}
     assert all(p.reference == MathReference(answers=(numbers_of(p)[1],)) for p in training)
 
 
+@pytest.mark.slow
 def test_the_teacher_is_right_on_every_problem(training):
     async def replies() -> list[object]:
         teacher = PuzzleTeacher(SMOL.distill.teacher)  # type: ignore[arg-type]

@@ -126,6 +126,7 @@ print("imported", sys.modules["flash_attn"])
 """
 
 
+@pytest.mark.slow
 def test_a_flash_attn_wheel_of_another_torch_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text(

@@ -56,6 +56,7 @@ def with_limits(name: str, reference: CodeReference) -> CodeReference:
     return dataclasses.replace(reference, time_limit_s=SHORT_S) if bare_name in SPINNING | WAITING else reference
 
 
+@pytest.mark.slow
 def test_no_hostile_program_earns_a_point(verdicts: dict[str, Verdict]) -> None:
     earned = {
         name: v
@@ -65,16 +66,19 @@ def test_no_hostile_program_earns_a_point(verdicts: dict[str, Verdict]) -> None:
     assert earned == {}
 
 
+@pytest.mark.slow
 def test_no_hostile_program_reached_what_it_must_not(verdicts: dict[str, Verdict]) -> None:
     reached = {name: v.detail for name, v in verdicts.items() if any(word in v.detail for word in EVIDENCE)}
     assert reached == {}
 
 
+@pytest.mark.slow
 def test_good_programs_in_between_pass(verdicts: dict[str, Verdict]) -> None:
     spoilt = {name: v for name, v in verdicts.items() if name.startswith("good") and v.score != 1.0}
     assert spoilt == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [
