@@ -22,7 +22,7 @@ from klear_core.artifacts.store import BUILDING
 from klear_core.cluster.engine_actors import EngineActor, RayEngine, relay_logs
 from klear_core.cluster.nodes import EnginePlan, check_engines_have_gpus, plan_engines, ray_nodes, when_there
 from klear_core.cluster.placement import Node
-from klear_core.cluster.ray_calls import awaited, within
+from klear_core.cluster.ray_calls import awaited, dead_nodes, within
 from klear_core.config.evaluate import EnginesRuntime
 from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.verify import VerifyConfig
@@ -76,7 +76,7 @@ async def start_planned(spec: EngineSpec, *, plan: EnginePlan, runtime: EnginesR
     # The queue holds the list and not a copy, because engines are made with its `wait`.
     queue = GpuQueue(engines, plan.gpus_per_engine, key=key)
     engines += [_engine(index, spec, plan, limit, queue) for index in range(plan.num_engines)]
-    return await start_members(engines, runtime=runtime, key=key, num_up=1)
+    return await start_members(engines, runtime=runtime, key=key, num_up=1, dead_nodes=dead_nodes)
 
 
 class GpuQueue:

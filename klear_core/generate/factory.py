@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -210,6 +210,14 @@ _WINDOW_S = 3600.0
 """Window of `max_restarts`."""
 
 
+DeadNodes = Callable[[BaseException], Set[str]]
+"""Returns the ids of the nodes whose death an error reports."""
+
+
+def _no_nodes(_: BaseException) -> Set[str]:
+    return frozenset()
+
+
 def endpoints_of(runtime: EnginesRuntime) -> tuple[HttpEngineConfig, ...]:
     """Return the endpoints that the settings name; evaluation has none."""
     return runtime.endpoints if isinstance(runtime, PoolRuntime) else ()
@@ -228,12 +236,18 @@ async def start_with_endpoints(spec: EngineSpec, *, runtime: EnginesRuntime, key
 
 
 async def start_members(
-    engines: Sequence[PooledEngine], *, runtime: EnginesRuntime, key: str, num_up: int | None = None
+    engines: Sequence[PooledEngine],
+    *,
+    runtime: EnginesRuntime,
+    key: str,
+    num_up: int | None = None,
+    dead_nodes: DeadNodes = _no_nodes,
 ) -> Sampler:
     """Start these engines and the endpoints that the settings name as one pool; see `EnginePool.start`."""
     endpoints = endpoints_of(runtime)
     members = [*engines, *map(EndpointMember, endpoints)]
-    restarts = RestartLimit(runtime.max_restarts, window_s=_WINDOW_S, key=f"{key}.runtime.max_restarts")
+    limit_key = f"{key}.runtime.max_restarts"
+    restarts = RestartLimit(runtime.max_restarts, window_s=_WINDOW_S, key=limit_key, dead_nodes=dead_nodes)
     pool = EnginePool(members, restarts.count)
     try:
         await pool.start(num_up=num_up)
@@ -249,18 +263,32 @@ async def start_members(
 class RestartLimit:
     """Counts lost engines within a window of time, and refuses to replace more than a number of them."""
 
-    def __init__(self, allowed: int, *, window_s: float, key: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`key` is the setting that allows so many, for the message."""
+    def __init__(
+        self,
+        allowed: int,
+        *,
+        window_s: float,
+        key: str,
+        clock: Callable[[], float] = time.monotonic,
+        dead_nodes: DeadNodes = _no_nodes,
+    ) -> None:
+        """`key` is the setting that allows so many, for the message; the engines of a dead node are one loss."""
         self._allowed, self._window_s, self._key, self._clock = allowed, window_s, key, clock
         self._losses: deque[float] = deque()
+        self._dead_nodes = dead_nodes
+        self._counted: set[str] = set()
+        """Ids of the dead nodes that were counted."""
 
     def count(self, name: str, error: BaseException) -> None:
-        """Count a loss. Raise ResourceError, with the last reason, if the window has too many."""
+        """Count a loss, unless that of its node was. Raise ResourceError, with the last reason, if too many were."""
         now = self._clock()
-        self._losses.append(now)
-        while self._losses[0] < now - self._window_s:  # never empty: it holds this loss
+        nodes = self._dead_nodes(error)
+        is_new = not nodes or not nodes <= self._counted
+        self._counted |= nodes
+        self._losses += [now] * is_new
+        while self._losses and self._losses[0] < now - self._window_s:
             self._losses.popleft()
-        if len(self._losses) > self._allowed:
+        if is_new and len(self._losses) > self._allowed:
             raise ResourceError(
                 f"{len(self._losses)} engines were lost within {self._window_s / 60:g} minutes, and {self._key} = "
                 f"{self._allowed} allows no more; the last was {name}: {error}"

@@ -255,6 +255,14 @@ def test_losses_long_ago_do_not_count() -> None:
         limit.count("engine 0", ResourceError("gone"))
 
 
+def test_all_engines_of_a_dead_node_are_one_loss() -> None:
+    limit = RestartLimit(1, window_s=60, key="k", dead_nodes=lambda error: {str(error)} - {"exit code 1"})
+    for i in range(8):
+        limit.count(f"engine {i}", ResourceError("node a"))
+    with pytest.raises(ResourceError, match="2 engines were lost"):
+        limit.count("engine 8", ResourceError("exit code 1"))
+
+
 def test_a_request_that_an_engine_refuses_fails_alone() -> None:
     async def body() -> None:
         engine = Mortal("engine 0")
