@@ -28,7 +28,7 @@ from klear_core.pipeline.costs.throughput import (
 )
 from klear_core.pipeline.downloads import download_lines, downloads_of, pending_jobs
 from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.preflight.capacity import known_hardware, most_kept_layers, with_margin_gb
+from klear_core.pipeline.preflight.capacity import known_hardware, most_kept_layers, smallest_context, with_margin_gb
 from klear_core.pipeline.preflight.model_checks import placement_lines
 from klear_core.scores import duration
 
@@ -184,7 +184,11 @@ def show_costs(
     console.print(_table(rows, price=config.hardware.price_per_gpu_hour))
     stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
     placed = placement_lines(stages, planned_size(config.start_model), nodes)
-    about_trainings = (*_kept_lines(config, stages), *_busy_lines(config, stages), *_split_lines(config, stages))
+    about_trainings = (
+        *_spare_memory_lines(config, stages),
+        *_busy_lines(config, stages),
+        *_split_lines(config, stages),
+    )
     for line in (*_engine_lines(config, stages), *placed, *about_trainings):
         console.print(line)
     if any(row.gpu_hours is not None for row in rows):
@@ -244,8 +248,8 @@ def _engine_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator
         )
 
 
-def _kept_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
-    """Yield a line for each training that has room for activations which it would compute again."""
+def _spare_memory_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    """Yield a line for each training that has room for activations which it would compute again, or for whole rows."""
     size, gpu_gb = planned_size(config.start_model), known_hardware(config.hardware).gpu_memory_gb
     if size is None:
         return
@@ -264,6 +268,14 @@ def _kept_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[s
             yield (
                 f"{stage.section}.runtime: keep_layers = {most} fits, of {size.num_layers} layers, and saves up to "
                 f"{saved:.0%} of an update (computed; not run on a GPU)"
+            )
+        context = smallest_context(training, size, gpu_gb)
+        if context < training.runtime.context_parallel:
+            smaller = training.runtime.model_copy(update={"context_parallel": context})
+            busy = estimate_busy(training.model_copy(update={"runtime": smaller}), size)
+            yield (
+                f"{stage.section}.runtime: context_parallel = {context} fits, and sends less between GPUs; "
+                f"{busy.num_ranks} data ranks are then busy {busy.share:.2f} of an update (computed; not run on a GPU)"
             )
 
 

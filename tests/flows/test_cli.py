@@ -74,6 +74,13 @@ def test_a_plan_for_gpus_made_where_there_is_none_says_how_to_see_what_fits(klea
     there = klear(*where, "--set", "hardware.gpu_memory_gb=80").out
     assert "adds what fits" not in there
     assert "rl.runtime: keep_layers = 26 fits, of 36 layers" in there
+    assert (
+        "rl.runtime: context_parallel = 1 fits, and sends less between GPUs; 4 data ranks are then busy 1.00" in there
+    )
+    assert (
+        "context_parallel"
+        not in klear(*where, "--set", "hardware.gpu_memory_gb=45", "--set", "rl.runtime.context_parallel=1").out
+    )
 
 
 def test_a_profile_of_the_repository_goes_by_its_name_from_anywhere(klear, tmp_path, monkeypatch):

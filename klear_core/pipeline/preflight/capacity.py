@@ -320,6 +320,20 @@ def most_kept_layers(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: fl
     return 0
 
 
+def smallest_context(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> int:
+    """Return the smallest `context_parallel` up to the present one with which a learner rank fits.
+
+    Ranks that share rows gather the weights for fewer tokens each, and exchange heads in every layer.
+    """
+    now = training.runtime
+    for context in range(1, now.context_parallel):
+        if now.num_workers % context == 0 and size.num_heads % context == 0:
+            changed = training.model_copy(update={"runtime": now.model_copy(update={"context_parallel": context})})
+            if with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb:
+                return context
+    return now.context_parallel
+
+
 def advice_on_memory(training: SftConfig | RlConfig, size: ModelSize) -> str:
     """Return what to set after a learner rank has run out of the memory that the plan said was enough."""
     peak = learner_peak(size, learner_load(training))
