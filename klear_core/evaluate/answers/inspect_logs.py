@@ -86,14 +86,16 @@ class _Log:
         self._temporary = path.with_name(path.name + ".tmp")
         self._summaries: list[dict[str, object]] = []
         self._scores: dict[str, list[float]] = defaultdict(list)
+        self._num_tokens = 0
         self.archive = zipfile.ZipFile(self._temporary, "w", compression=zipfile.ZIP_DEFLATED)
 
     def add(self, row: Generation) -> None:
         """Write one answer as a sample."""
         sample = _sample(row, self._source.name)
         self.archive.writestr(f"samples/{row.problem_id}_epoch_{row.sample_idx + 1}.json", json.dumps(sample))
-        shown = {key: sample[key] for key in ("id", "epoch", "target", "scores", "metadata")}
+        shown = {key: sample[key] for key in ("id", "epoch", "target", "scores", "model_usage", "metadata")}
         self._summaries.append(shown | {"input": row.question[:_SHOWN_CHARS]})
+        self._num_tokens += row.num_tokens or 0
         scores = self._scores[row.problem_id]
         if row.verdict is not None and row.verdict.outcome.counts_for_model:
             scores.append(row.verdict.score)
@@ -110,7 +112,7 @@ class _Log:
             "created": when,
             "task": self._task,
             "dataset": {"name": self._task, "samples": len(self._scores), "sample_ids": list(self._scores)},
-            "model": f"klear/{self._source.name}",
+            "model": _model(self._source.name),
             "config": {"epochs": max(int(str(summary["epoch"])) for summary in self._summaries)},
             "metadata": {"origin": self._source.origin},
         }
@@ -121,7 +123,11 @@ class _Log:
             "status": "success",
             "eval": spec,
             "results": {"total_samples": num, "completed_samples": num, "scores": scores},
-            "stats": {"started_at": when, "completed_at": when},
+            "stats": {
+                "started_at": when,
+                "completed_at": when,
+                "model_usage": _usage(self._source.name, self._num_tokens),
+            },
         }
         self.archive.writestr("_journal/start.json", json.dumps({"version": 2, "eval": spec, "plan": {}}))
         self.archive.writestr("summaries.json", json.dumps(self._summaries))
@@ -134,8 +140,7 @@ class _Log:
 def _sample(row: Generation, model: str) -> dict[str, object]:
     answer = {"role": "assistant", "content": row.response, "source": "generate"}
     choice = {"message": answer, "stop_reason": "max_tokens" if row.finish_reason == "length" else "stop"}
-    num_tokens = row.num_tokens or 0
-    usage = {"input_tokens": 0, "output_tokens": num_tokens, "total_tokens": num_tokens}
+    usage = _usage(model, row.num_tokens or 0)
     verdict = row.verdict
     # A verdict that says nothing about the model stands in the metadata, and is no score.
     score = {}
@@ -148,10 +153,19 @@ def _sample(row: Generation, model: str) -> dict[str, object]:
         "input": row.question,
         "target": _target(row.reference),
         "messages": [{"role": "user", "content": row.question, "source": "input"}, answer],
-        "output": {"model": f"klear/{model}", "choices": [choice], "usage": usage},
+        "output": {"model": _model(model), "choices": [choice], "usage": usage[_model(model)]},
+        "model_usage": usage,
         "scores": score,
         "metadata": {"outcome": str(verdict.outcome)} if verdict else {},
     }
+
+
+def _model(name: str) -> str:
+    return f"klear/{name}"
+
+
+def _usage(name: str, num_tokens: int) -> dict[str, dict[str, int]]:
+    return {_model(name): {"input_tokens": 0, "output_tokens": num_tokens, "total_tokens": num_tokens}}
 
 
 def _target(reference: Reference) -> str | Sequence[str]:

@@ -38,6 +38,8 @@ def test_an_evaluation_s_answers_come_back_from_the_log_that_was_written_of_them
     # Problem 1 has 1 of 2, problem 2 has 0 of 1: the answer that could not be judged is in no mean.
     assert header["results"]["scores"][0]["metrics"]["accuracy"]["value"] == 0.25
     assert (header["eval"]["dataset"]["samples"], header["eval"]["config"]["epochs"]) == (2, 2)
+    num_tokens = sum(answer.num_tokens or 0 for answer in mine)
+    assert header["stats"]["model_usage"]["klear/evaluate_rl"]["output_tokens"] == num_tokens > 0
 
 
 def zstandard(text: str) -> bytes:
