@@ -169,6 +169,8 @@ def _decoded(value: Any) -> Any:
 
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NOT_A_NUMBER = re.compile(r"(?<![a-z])nan(?:j|(?![a-z]))", re.IGNORECASE)
+"""Text that Python reads as a number with which no comparison holds: some scorers then pay in full."""
 _TEXT_COMMAND = re.compile(r"\\(?:text|texttt|mathrm|mathtt)\{([^{}]*)\}")
 
 
@@ -181,7 +183,7 @@ def score(answer: AnswerToJudge) -> float:
     if value["version"] != REASONING_GYM:
         raise ConfigError(f"the problem is of reasoning-gym {value['version']}, and {REASONING_GYM} is used")
     text = answer_text(answer)
-    if text is None:
+    if text is None or (_NOT_A_NUMBER.search(text) and not _NOT_A_NUMBER.search(str(value["answer"]))):
         return 0.0
     scorer = _scorer(value["task"], json.dumps(value["config"]), value["level"])
     return float(scorer.score_answer(text, _decoded(value["entry"])))

@@ -72,6 +72,14 @@ def test_a_problem_without_one_reference_answer_is_judged_by_its_rules(pool):
     assert pool.judge(coloured, think(f"<answer>{json.dumps({'0': 99})}</answer>")).score < 0.1
 
 
+@pytest.mark.parametrize("answer", ["nan", "NaN", "-nan", "nan+nanj", "1+nanj", "nan, nan"])
+def test_an_answer_that_is_no_number_is_wrong(pool, answer):
+    # The scorer of complex numbers gave 1 to it: its bounds are min and max.
+    (asked,) = problems("complex_arithmetic", 1)
+    assert pool.judge(asked, think(boxed(answer))).score == 0.0
+    assert pool.judge(asked, think(boxed(value_of(asked)["answer"]))).is_correct
+
+
 def test_part_of_the_score_is_not_right(pool):
     # The scorer of puzzles of numbers gives 0.01 to any answer.
     (puzzle,) = problems("puzzle24", 1)
