@@ -17,6 +17,7 @@ from klear_core.config.stage import Stage
 from klear_core.errors import ConfigError
 from klear_core.generate.model_size import ModelSize, planned_size
 from klear_core.pipeline.costs.estimate import StageEstimate, estimate
+from klear_core.pipeline.costs.memory import with_margin_gb
 from klear_core.pipeline.costs.throughput import (
     ENOUGH,
     MEDIAN_SHARE,
@@ -28,7 +29,7 @@ from klear_core.pipeline.costs.throughput import (
 )
 from klear_core.pipeline.downloads import download_lines, downloads_of, pending_jobs
 from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.preflight.capacity import known_hardware, most_kept_layers, smallest_context, with_margin_gb
+from klear_core.pipeline.preflight.capacity import known_hardware, most_kept_layers, smallest_context
 from klear_core.pipeline.preflight.model_checks import placement_lines
 from klear_core.scores import duration
 

@@ -19,8 +19,16 @@ from klear_core.generate.model_size import ModelSize
 
 _LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
 """Logits that the head holds at a time (`train.logps.CHUNK_LOGITS_CUDA`, `CHUNK_LOGITS`, whose import loads torch)."""
+MARGIN_SHARE, MARGIN_GB = 0.06, 1.5
+"""Margin on top of what torch allocates: 6 % of the peak for fragmentation of its allocator, and 1.5 GB for the CUDA
+context and the buffers of cuBLAS and NCCL. Ours; not measured on a GPU."""
 _MOMENTS_BYTES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
 """Bytes of a weight's two moments: in float32, or in 8 bits with one float32 scale per 256 values."""
+
+
+def with_margin_gb(num_bytes: float) -> float:
+    """Return gigabytes with the margin for what torch does not count."""
+    return num_bytes / 1e9 * (1 + MARGIN_SHARE) + MARGIN_GB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

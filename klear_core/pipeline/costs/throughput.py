@@ -12,8 +12,8 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.train import SftConfig, TrainRuntime
 from klear_core.generate.model_size import ModelSize, engine_fit, step_seconds
 from klear_core.pipeline.costs.estimate import learning_speed, training_flops
-from klear_core.pipeline.costs.memory import learner_load, learner_peak
-from klear_core.pipeline.preflight.capacity import known_hardware, with_margin_gb
+from klear_core.pipeline.costs.memory import learner_load, learner_peak, with_margin_gb
+from klear_core.pipeline.preflight.capacity import known_hardware
 from klear_core.train.balance import Item, RowWork, busy_bound, distribute, lockstep_work
 
 ENOUGH = 0.93

@@ -9,7 +9,7 @@ import importlib.util
 import math
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -31,7 +31,7 @@ from klear_core.config.train import NO_TORCHAO, ModelConfig, SftConfig, TrainRun
 from klear_core.errors import ResourceError
 from klear_core.generate.model_size import ModelSize, engine_fit, planned_size
 from klear_core.pipeline.costs.estimate import estimate, longest_sequence, num_inline_evals
-from klear_core.pipeline.costs.memory import LearnerPeak, learner_load, learner_peak, resident_bytes
+from klear_core.pipeline.costs.memory import LearnerPeak, learner_load, learner_peak, resident_bytes, with_margin_gb
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.model_checks import window_of
 
@@ -198,9 +198,6 @@ def _text_of(work: PendingWork, stage: Stage) -> list[DiskPart]:
 # Check that learners and engines fit into the GPUs, and find the setting that would fit where they do not.
 
 
-MARGIN_SHARE, MARGIN_GB = 0.06, 1.5
-"""Margin on top of what torch allocates: 6 % of the peak for fragmentation of its allocator, and 1.5 GB for the CUDA
-context and the buffers of cuBLAS and NCCL. Ours; not measured on a GPU."""
 _MOST_WORKERS = 64
 """Most GPUs that are advised."""
 _MOST_OF_A_GPU = 0.9
@@ -231,11 +228,6 @@ def memory_problems(work: PendingWork) -> Iterator[str]:
                 yield from _shared_problems(stage, stage.job.rl, size, hardware, longest=longest)
         elif use is not None and engine_size is not None:
             yield from _engine_problems(use, engine_size, hardware, longest=_longest_held(use, model))
-
-
-def with_margin_gb(num_bytes: float) -> float:
-    """Return gigabytes with the margin for what torch does not count."""
-    return num_bytes / 1e9 * (1 + MARGIN_SHARE) + MARGIN_GB
 
 
 def known_hardware(hardware: HardwareConfig) -> HardwareConfig:
@@ -301,9 +293,7 @@ def _remedy(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> s
             # Less would save nothing: a longer row is a micro-batch of its own.
             "tokens_per_microbatch": min(now.tokens_per_microbatch, _longest_row(training)),
         }
-        runtime = now.model_copy(update=changes)
-        changed = training.model_copy(update={"runtime": runtime})
-        if with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb:
+        if _fits_with(changes, training, size, gpu_gb):
             return _differences(now, changes)
     return ""
 
@@ -321,17 +311,11 @@ def most_kept_layers(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: fl
 
 
 def smallest_context(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> int:
-    """Return the smallest `context_parallel` up to the present one with which a learner rank fits.
-
-    Ranks that share rows gather the weights for fewer tokens each, and exchange heads in every layer.
-    """
+    """Return the smallest `context_parallel` up to the present one that fits; it has the least communication."""
     now = training.runtime
-    for context in range(1, now.context_parallel):
-        if now.num_workers % context == 0 and size.num_heads % context == 0:
-            changed = training.model_copy(update={"runtime": now.model_copy(update={"context_parallel": context})})
-            if with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb:
-                return context
-    return now.context_parallel
+    possible = (c for c in range(1, now.context_parallel) if now.num_workers % c == 0 and size.num_heads % c == 0)
+    fitting = (c for c in possible if _fits_with({"context_parallel": c}, training, size, gpu_gb))
+    return next(fitting, now.context_parallel)
 
 
 def advice_on_memory(training: SftConfig | RlConfig, size: ModelSize) -> str:
@@ -351,9 +335,12 @@ def advice_on_memory(training: SftConfig | RlConfig, size: ModelSize) -> str:
 
 def _fits_offloaded(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> bool:
     """Return whether the same number of GPUs is enough with weights, gradients and moments in host memory."""
-    if training.optim.kind != "adamw":
-        return False  # no other moments may be there
-    changed = training.model_copy(update={"runtime": training.runtime.model_copy(update=_OFFLOADED)})
+    # no other moments may be in host memory
+    return training.optim.kind == "adamw" and _fits_with(_OFFLOADED, training, size, gpu_gb)
+
+
+def _fits_with(changes: Mapping[str, object], training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> bool:
+    changed = training.model_copy(update={"runtime": training.runtime.model_copy(update=changes)})
     return with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb
 
 

@@ -16,8 +16,9 @@ from klear_core.pipeline.costs.memory import (
     learner_peak,
     resident_bytes,
     state_bytes,
+    with_margin_gb,
 )
-from klear_core.pipeline.preflight.capacity import _fits_offloaded, _remedy, with_margin_gb
+from klear_core.pipeline.preflight.capacity import _fits_offloaded, _remedy
 
 
 def _of(name: str) -> ModelSize:

@@ -7,8 +7,8 @@ import pytest
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import SftConfig, SftRuntime
 from klear_core.generate.model_size import known_size
-from klear_core.pipeline.costs.memory import learner_load, learner_peak
-from klear_core.pipeline.preflight.capacity import advice_on_memory, with_margin_gb
+from klear_core.pipeline.costs.memory import learner_load, learner_peak, with_margin_gb
+from klear_core.pipeline.preflight.capacity import advice_on_memory
 
 SIZE = known_size("Qwen3-8B")
 
