@@ -183,12 +183,15 @@ def _refuse_unused(overrides: Sequence[str]) -> None:
         )
 
 
-def _benchmarks(asked: Asked, of_profile: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings of the benchmarks asked for: files, or names in the profile; without any, the profile's."""
-    if not asked.benchmarks and not of_profile:
+def _benchmarks(asked: Asked, there: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of the benchmarks asked for: files, known names, or names of those given here.
+
+    Without any asked for, the latter: of the profile, or of the model's last evaluation.
+    """
+    if not asked.benchmarks and not there:
         raise ConfigError("klear evaluate: name what to score it on: --benchmarks FILE, or a name such as aime24")
-    # a known benchmark has its own name if the profile gives it none
-    named = {str(benchmark.get("name") or benchmark.get("known")): dict(benchmark) for benchmark in of_profile}
+    # a known benchmark has its own name if a profile gives it none
+    named = {str(benchmark.get("name") or benchmark.get("known")): dict(benchmark) for benchmark in there}
     chosen = [_benchmark(name, named) for name in asked.benchmarks] or list(named.values())
     if asked.num_samples is not None:
         chosen = [benchmark | {"num_samples": asked.num_samples} for benchmark in chosen]
@@ -273,7 +276,13 @@ def settings_of(artifact: Path) -> Taken | None:
         scored = read_manifest(newest_evaluation(artifact))
         evaluate = EvaluateConfig.model_validate(scored.config["evaluate"]).model_copy(update={"templates": {}})
         verify = VerifyConfig.model_validate(scored.config["verify"])
-        sections = {"evaluate": evaluate.model_dump(mode="json"), **sections_of_evaluation(verify)}
+        benchmarks = [BenchmarkConfig.model_validate(benchmark) for benchmark in scored.config["benchmarks"]]
+        sections = {
+            "seed": scored.config["seed"],  # generated benchmarks are those of a seed
+            "benchmarks": [benchmark.model_dump(mode="json") for benchmark in benchmarks],
+            "evaluate": evaluate.model_dump(mode="json"),
+            **sections_of_evaluation(verify),
+        }
         return Taken(sections=sections, origin=f"its evaluation {scored.fingerprint[:8]}")
     with suppress(ArtifactError, KeyError, ValidationError):
         trained = read_manifest(artifact)

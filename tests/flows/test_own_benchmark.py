@@ -15,6 +15,7 @@ from klear_core.artifacts.manifest import InputRecord, read_manifest
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.curate import CurateConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.verify import VerifyConfig, judge_of
 from klear_core.errors import ConfigError
@@ -91,6 +92,27 @@ def test_a_model_brings_the_settings_of_its_last_evaluation(tmp_path: Path) -> N
     assert taken is not None
     assert taken.origin == f"its evaluation {scored.fingerprint[:8]}"
     assert taken.sections["evaluate"]["sampling"]["max_new_tokens"] == 32_768
+
+
+def test_a_benchmark_of_its_last_evaluation_goes_by_its_name(tmp_path: Path) -> None:
+    scored = evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)], seed=7)
+    (record,) = [record for record in read_manifest(scored.path).inputs if record.role == "model"]
+    model = tmp_path / "artifacts" / record.kind / record.fingerprint
+    for names in (["toy"], []):
+        asked = Asked(
+            model="rl",
+            benchmarks=names,
+            profile=None,
+            num_samples=9,
+            max_tokens=None,
+            engine="auto",
+            overrides=(),
+            root=tmp_path,
+        )
+        again = evaluation_config(asked, {"kind": "folder", "path": str(model / "model")}, settings_of(model))
+        (benchmark,) = again.benchmarks
+        assert (benchmark.name, benchmark.num_samples, again.seed) == ("toy", 9, 7)
+        assert benchmark.source == ProceduralSource(split="heldout", num_problems=1)
 
 
 def test_a_model_is_judged_again_by_the_settings_of_its_last_evaluation(tmp_path: Path) -> None:
