@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.text import Text
 
@@ -276,7 +276,7 @@ def settings_of(artifact: Path) -> Taken | None:
         scored = read_manifest(newest_evaluation(artifact))
         evaluate = EvaluateConfig.model_validate(scored.config["evaluate"]).model_copy(update={"templates": {}})
         verify = VerifyConfig.model_validate(scored.config["verify"])
-        benchmarks = [BenchmarkConfig.model_validate(benchmark) for benchmark in scored.config["benchmarks"]]
+        benchmarks = TypeAdapter(list[BenchmarkConfig]).validate_python(scored.config["benchmarks"])
         sections = {
             "seed": scored.config["seed"],  # generated benchmarks are those of a seed
             "benchmarks": [benchmark.model_dump(mode="json") for benchmark in benchmarks],
