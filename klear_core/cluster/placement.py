@@ -13,6 +13,7 @@ from klear_core.config.evaluate import LocalEngineConfig, TorchEngineConfig, Vll
 from klear_core.config.rl import RlRuntime
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
+from klear_core.generate.engine import TransferBackend
 
 CPU_PARAMS = 200_000_000
 """Number of parameters above which `device = "auto"` refuses to run on a CPU."""
@@ -86,17 +87,28 @@ def is_direct(runtime: RlRuntime, engine: LocalEngineConfig, gpus: GpuPlan) -> b
         case "auto":  # between whole GPUs only: NCCL refuses two processes on one
             return gpus.learner >= 1 and gpus.rollout >= num_engine_ranks(engine)
         case "direct":
-            shares_gpus = 0 < gpus.learner < 1 or 0 < gpus.rollout < num_engine_ranks(engine)
+            has_part = 0 < gpus.learner < 1 or 0 < gpus.rollout < num_engine_ranks(engine)
             only_one_has_gpus = (gpus.learner > 0) != (gpus.rollout > 0)
-            if shares_gpus or only_one_has_gpus:
+            if only_one_has_gpus or (has_part and not _share_gpus(gpus.learner, gpus.rollout)):
                 raise ResourceError(
                     f'runtime.weight_sync = "direct" with {gpus.learner:g} GPUs for a learner rank and '
-                    f"{gpus.rollout:g} for a rollout actor: NCCL needs whole GPUs for both, and gloo no GPU for "
-                    f'either; "store" works with shares of a GPU'
+                    f"{gpus.rollout:g} for a rollout actor: NCCL needs whole GPUs for both, CUDA's handles parts of one "
+                    f'for both, and gloo no GPU for either; "store" always works'
                 )
             return True
         case _:
             assert_never(runtime.weight_sync)
+
+
+def _share_gpus(learner: float, rollout: float) -> bool:
+    return 0 < learner < 1 and 0 < rollout < 1
+
+
+def transfer_backend(runtime: RlRuntime, device: str) -> TransferBackend:
+    """Return how weights go directly from a learner rank on this kind of device to an engine."""
+    if device != "cuda":
+        return "gloo"
+    return "ipc" if _share_gpus(runtime.learner_gpus or 1, runtime.rollout_gpus or 1) else "nccl"
 
 
 def num_engine_ranks(engine: LocalEngineConfig) -> int:

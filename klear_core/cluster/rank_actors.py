@@ -22,7 +22,7 @@ import numpy as np
 from klear_core import stopping
 from klear_core.artifacts.manifest import FileRecord
 from klear_core.artifacts.remote_paths import send_results
-from klear_core.cluster.placement import num_engine_ranks
+from klear_core.cluster.placement import num_engine_ranks, transfer_backend
 from klear_core.config.train import TrainRuntime
 from klear_core.generate.engine import WeightOffer
 from klear_core.metrics import Heartbeat, NullTelemetry, heartbeat
@@ -254,7 +254,7 @@ class LearnerActor(RankActor):
         return self._server.offer(
             self._learner.weight_specs(),
             version=self._learner.version,
-            backend="nccl" if self._world.device.type == "cuda" else "gloo",
+            backend=transfer_backend(cfg.runtime, self._world.device.type),
             num_ranks=num_engine_ranks(cfg.rollout.engine),
         )
 
@@ -286,7 +286,7 @@ class LearnerActor(RankActor):
         offer = self._check_server.offer(
             specs_of(known),
             version=0,
-            backend="nccl" if self._world.device.type == "cuda" else "gloo",
+            backend=transfer_backend(self._setup.cfg.runtime, self._world.device.type),
             num_ranks=num_engine_ranks(self._setup.cfg.rollout.engine),
             chunk_bytes=CHECK_CHUNK_BYTES,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -283,13 +283,13 @@ class RayLearner(LearnerHandle):
         """Return each rank's offer of the current weights; the caller holds the lock."""
         return await self._call_locked(lambda rank: rank.offer_weights.remote(), "offer its weights")
 
-    def _shares(self, engines: Iterable[int]) -> list[list[int]]:
-        """Return the engines that each rank sends the weights to.
+    def _shares(self, engines: Collection[int]) -> list[list[int]]:
+        """Return the engines that each rank sends the weights to; engines that share GPUs with ranks are placed so, too.
 
         One rank alone would send 16 GB for each of them, minutes for the hundreds of a large cluster.
         """
-        engines, num_ranks = list(engines), len(self._gang.ranks)
-        return [engines[rank::num_ranks] for rank in range(num_ranks)]
+        num_ranks = len(self._gang.ranks)
+        return [[i for i in engines if i % num_ranks == rank] for rank in range(num_ranks)]
 
     async def _call_all(self, call: RemoteCall, what: str, *, ranks: int | None = None) -> list[Any]:
         """Call every rank, or the first `ranks`, once no other call runs, and return their results."""

@@ -80,6 +80,9 @@ class VllmRuntime(Settings):
     its server has 8,192, which computes prompts a tenth to a fifth faster. Not used on CPU."""
     sleep_mode: bool = False
     """Release the engine's GPU memory between rollouts, for a learner on the same GPU."""
+    sleep_level: Literal[1, 2] = 1
+    """vLLM's level of sleep: with 1 the weights wait in host memory, with 2 they are dropped, since RL sends new ones
+    whenever an engine wakes. 2 has not been run on a GPU; RL's check of log-probs would show what is missing."""
 
 
 OWN_ENGINE_ARGS = frozenset(

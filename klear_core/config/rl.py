@@ -193,7 +193,8 @@ class RlRuntime(TrainRuntime):
     """GPUs of one learner process; None: one, if there are GPUs."""
     weight_sync: Literal["auto", "store", "direct"] = "auto"
     """Route of new weights to the engines. `store`: through Ray's object store and host memory; `direct`: from the
-    learner (NCCL between GPUs, gloo between CPUs); `auto`: direct if learner and engines have separate GPUs."""
+    learner (NCCL between GPUs, CUDA's handles of memory on a shared GPU, gloo between CPUs); `auto`: direct if learner
+    and engines have separate GPUs."""
     engine_check: Literal["warn", "refuse", "off"] = "warn"
     """Reaction if engine and learner give different log-probs to an answer sampled before the first step: `warn`,
     with a note in the manifest, or `refuse` to train. The tolerances are in klear_core/rl/interfaces.py."""

@@ -139,6 +139,10 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
+TransferBackend = Literal["gloo", "nccl", "ipc"]
+"""Between CPUs; between GPUs; between two processes on one GPU, by handles of its memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOffer:
     """An offer of new weights that one engine can fetch from a learner's memory; see `weight_transfer`."""
@@ -151,7 +155,7 @@ class WeightOffer:
     engine: int
     num_ranks: int
     """Processes of the engine; each fetches all weights."""
-    backend: Literal["gloo", "nccl"]
+    backend: TransferBackend
     timeout_s: float
     """Seconds that an engine waits for the learner; the learner waits half as long."""
     version: int

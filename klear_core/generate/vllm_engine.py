@@ -114,16 +114,17 @@ class VllmEngine:
                 llm,
                 tokenizer,
                 shapes,
-                version=version,
                 held=held.pop_all(),
                 silence_s=silence_s,
                 output=output,
                 gauge=gauge,
+                sleep_level=cfg.runtime.sleep_level,
             )
         if not current_platform.is_cpu():
             memory_gb = current_platform.get_device_total_memory() / 1e9
             compare_cache(cfg, model_folder, tokens=engine.cache_tokens, memory_gb=memory_gb, longest=engine._max_len)
         await llm.update_weight_version(str(version))
+        engine.version = version
         return engine
 
     def __init__(
@@ -132,17 +133,17 @@ class VllmEngine:
         tokenizer: FolderTokenizer,
         shapes: Shapes,
         *,
-        version: int,
         held: contextlib.ExitStack,
         silence_s: float,
         output: ProcessLog,
         gauge: Gauge,
+        sleep_level: int,
     ) -> None:
         """Wrap a running `AsyncLLM`. `held` is closed with the engine."""
-        self.version = version
+        self.version = 0
         self.cache_tokens = cache_tokens(llm)
         """Tokens that its KV cache has room for."""
-        self._held, self._output, self._gauge = held, output, gauge
+        self._held, self._output, self._gauge, self._sleep_level = held, output, gauge, sleep_level
         self._llm, self._tokenizer, self._shapes = llm, tokenizer, shapes
         self._max_len: int = llm.model_config.max_model_len
         # vLLM reports a process that died, and not one that hangs, as in a collective call of GPUs
@@ -195,12 +196,12 @@ class VllmEngine:
         return self._gauge.take()
 
     async def sleep(self) -> None:
-        """Release the GPU memory: weights move to host memory, and the KV cache is dropped."""
+        """Release the GPU memory: weights move to host memory or are dropped, and the KV cache is dropped."""
         with self._failures("sleep"):
-            await self._llm.sleep(level=1)
+            await self._llm.sleep(level=self._sleep_level)
 
     async def wake(self) -> None:
-        """Take the memory back, if it was released; the weights are those from before `sleep`."""
+        """Take the memory back, if it was released; the weights are those from before `sleep`, or to be loaded."""
         with self._failures("wake up"):
             if await self._llm.is_sleeping():
                 await self._llm.wake_up()

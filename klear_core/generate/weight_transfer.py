@@ -1,5 +1,7 @@
 """Send weights from the learner's memory to the engines: over NCCL between GPUs, over gloo between CPUs.
 
+An engine that shares a GPU with the learner, which NCCL refuses, reads them there, by handles (CUDA IPC).
+
 For each transfer, each engine and a rank of the learner (0 in their group) create their own process group, and close it
 afterwards. So an engine that dies breaks no other engine's group, and a replacement engine simply joins the next
 transfer. Creating the groups takes about a second with NCCL; an RL step takes minutes. The ranks of the learner share
@@ -12,6 +14,7 @@ because it has no CPU backend, so that none of it could be tested without GPUs.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import os
@@ -23,13 +26,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from klear_core.generate.engine import TensorSpec, WeightOffer
+from klear_core.generate.engine import TensorSpec, TransferBackend, WeightOffer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class WeightServer:
         tensors: Sequence[TensorSpec],
         *,
         version: int,
-        backend: Literal["gloo", "nccl"],
+        backend: TransferBackend,
         num_ranks: int,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> WeightOffer:
@@ -296,6 +299,8 @@ def _new_backend(store: Store, offer: WeightOffer, rank: int, device: torch.devi
     kept here; it only cleans up.
     """
     rendezvous = PrefixStore(f"{offer.key}/{offer.engine}", store)
+    if offer.backend == "ipc":
+        return IpcBackend(rendezvous, rank, offer.num_ranks)
     timeout = timedelta(seconds=2 * offer.timeout_s)
     if offer.backend == "gloo":
         from torch.distributed.distributed_c10d import ProcessGroupGloo
@@ -330,7 +335,100 @@ def nccl_env() -> Iterator[None]:
 
 def device_of(offer: WeightOffer) -> torch.device:
     """Return the device that the tensors of a transfer are on in this process."""
-    return torch.device("cuda", torch.cuda.current_device()) if offer.backend == "nccl" else torch.device("cpu")
+    is_on_gpu = offer.backend == "nccl" or (offer.backend == "ipc" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+
+
+# ---- one GPU for both sides ----
+# Pass bytes between processes on one GPU. Handles travel through the learner's store, as JSON: nothing is unpickled.
+
+
+class IpcBackend:
+    """Does what `Group` asks of a process group, with handles of memory that both processes can open.
+
+    On CPUs the handles name shared memory, which is how this is tested. On GPUs it has not been run; like any direct
+    transfer it is tried with known tensors before the first weights.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
+        """Rank 0 is the learner, the others are the engine's `num_ranks` processes."""
+        self._store, self._rank = store, rank
+        self._others = range(1, 1 + num_ranks)
+        self._num_messages = 0
+
+    def broadcast(self, data: Tensor, root: int) -> _Pending:
+        """Start to hand the learner's bytes to the engine's processes, which copy them into their own `data`."""
+        assert root == 0, root
+        self._num_messages += 1
+        key = str(self._num_messages)
+        copied = [f"{key}/{rank}" for rank in self._others]
+        if self._rank:
+            return _Pending(self._store, [key], lambda: self._copy(key, data))
+        self._store.set(key, _handle_of(data))
+        return _Pending(self._store, copied, lambda: self._forget([key, *copied]), keeps=data)
+
+    def allreduce(self, _: list[Tensor]) -> _Pending:
+        """Start a barrier: the only use that `Group` makes of a reduction."""
+        here = [f"last/{rank}" for rank in (0, *self._others)]
+        self._store.set(here[self._rank], "here")
+        return _Pending(self._store, here, lambda: None)
+
+    def shutdown(self) -> None:
+        """Return at once: nothing is pending."""
+
+    def abort(self) -> None:
+        """Let the other side's pending work fail."""
+        self._store.set(_ABORTED, "")
+
+    def _copy(self, key: str, data: Tensor) -> None:
+        shared = _open_handle(self._store.get(key), data.device)
+        data.copy_(shared[: data.numel()])
+        if data.device.type == "cuda":
+            torch.cuda.synchronize(data.device)  # the learner may overwrite its own as soon as it hears of the copy
+        self._store.set(f"{key}/{self._rank}", "copied")
+
+    def _forget(self, keys: list[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)
+
+
+_ABORTED = "aborted"
+
+
+class _Pending:
+    """Work that is done when keys are in the store, and a last step after that."""
+
+    def __init__(
+        self, store: Store, keys: list[str], finish: Callable[[], None], *, keeps: Tensor | None = None
+    ) -> None:
+        """`keeps` must stay in memory until the work is done: a handle of it does not keep it."""
+        self._store, self._keys, self._finish, self._keeps = store, keys, finish, keeps
+
+    def is_completed(self) -> bool:
+        if self._store.check([_ABORTED]):
+            raise RuntimeError("the peer aborted the transfer")
+        return self._store.check(self._keys)
+
+    def wait(self) -> None:
+        self._finish()
+
+
+def _handle_of(data: Tensor) -> str:
+    """Return a handle of all bytes of a tensor, for `_open_handle` in another process."""
+    storage: Any = data.untyped_storage()  # the stubs lack these methods
+    fields = storage._share_cuda_() if data.is_cuda else storage._share_filename_cpu_()
+    return json.dumps([{"hex": field.hex()} if isinstance(field, bytes) else field for field in fields])
+
+
+def _open_handle(handle: bytes, device: torch.device) -> Tensor:
+    """Return the bytes behind another process's handle, without a copy."""
+    fields = [bytes.fromhex(field["hex"]) if isinstance(field, dict) else field for field in json.loads(handle)]
+    if device.type == "cuda":
+        fields[0] = device.index  # the number of the same GPU in this process
+        storage = torch.UntypedStorage._new_shared_cuda(*fields)
+    else:
+        storage = torch.UntypedStorage._new_shared_filename_cpu(*fields)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 # ---- transfer check ----

@@ -16,7 +16,7 @@ from vllm_marks import HAS_VLLM, needs_vllm
 
 from klear_core.config.evaluate import OWN_ENGINE_ARGS, VllmEngineConfig, VllmRuntime
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.engine import SamplingParams, TensorSpec
+from klear_core.generate.engine import SamplingParams, TensorSpec, TransferBackend
 from klear_core.generate.vllm_engine import VllmEngine, engine_arguments, handover_place
 from klear_core.generate.weight_transfer import WeightServer
 from klear_core.prompts import build_byte_tokenizer
@@ -106,7 +106,8 @@ def test_logps_and_greedy_choices_are_the_new_models_after_every_update(running:
             case 2:
                 weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
                 specs = [TensorSpec(name=name, dtype="float32", shape=tuple(w.shape)) for name, w in weights.items()]
-                offer = server.offer(specs, version=version, backend="gloo", num_ranks=1, chunk_bytes=1 << 16)
+                backend: TransferBackend = "ipc" if version > 2 else "gloo"
+                offer = server.offer(specs, version=version, backend=backend, num_ranks=1, chunk_bytes=1 << 16)
                 sending = asyncio.create_task(asyncio.to_thread(server.send, offer, weights.items(), [0]))
                 await engine.load_weights(offer, version=version)
                 assert await sending == []

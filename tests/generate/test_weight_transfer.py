@@ -1,6 +1,7 @@
 """Weights from a learner's memory into engines', over gloo: the same bits, in order, and no engine waits for another that is gone."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -16,13 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_folder import build_model, write_folder
+from torch.distributed import TCPStore
 
 from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.decoder.torch_engine import TorchEngine
-from klear_core.generate.engine import TensorSpec, WeightOffer, dump_offer, load_offer
+from klear_core.generate.engine import TensorSpec, TransferBackend, WeightOffer, dump_offer, load_offer
 from klear_core.generate.model_weights import tensor_shapes, tensors
-from klear_core.generate.weight_transfer import WeightServer, fetch, nccl_env, split_chunks, wait_for_work
+from klear_core.generate.weight_transfer import IpcBackend, WeightServer, fetch, nccl_env, split_chunks, wait_for_work
 
 WEIGHTS = {
     "a": torch.randn(3, 5),
@@ -50,9 +52,14 @@ def specs(weights: dict[str, torch.Tensor]) -> list[TensorSpec]:
 
 
 def offer_of(
-    server: WeightServer, weights: dict[str, torch.Tensor], *, num_ranks: int = 1, chunk_bytes: int = 64
+    server: WeightServer,
+    weights: dict[str, torch.Tensor],
+    *,
+    num_ranks: int = 1,
+    chunk_bytes: int = 64,
+    backend: TransferBackend = "gloo",
 ) -> WeightOffer:
-    return server.offer(specs(weights), version=3, backend="gloo", num_ranks=num_ranks, chunk_bytes=chunk_bytes)
+    return server.offer(specs(weights), version=3, backend=backend, num_ranks=num_ranks, chunk_bytes=chunk_bytes)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -70,14 +77,15 @@ def test_messages_hold_neighbours_of_one_dtype_up_to_the_limit() -> None:
     assert split_chunks([], 32) == []
 
 
-def test_every_process_of_every_engine_gets_the_same_bits_in_order() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_every_process_of_every_engine_gets_the_same_bits_in_order(backend: TransferBackend) -> None:
     server = WeightServer("127.0.0.1", timeout_s=120)
 
     def fetch_all(offer: WeightOffer, rank: int) -> list[tuple[str, torch.Tensor]]:
         return list(fetch(offer, rank=rank))
 
     for _ in range(2):  # each hand-over meets anew
-        offer = load_offer(dump_offer(offer_of(server, WEIGHTS, num_ranks=2)))
+        offer = load_offer(dump_offer(offer_of(server, WEIGHTS, num_ranks=2, backend=backend)))
         with ThreadPoolExecutor(4) as pool:
             fetching = [
                 pool.submit(fetch_all, replace(offer, engine=engine), rank) for engine in (0, 1) for rank in (1, 2)
@@ -108,16 +116,19 @@ def test_an_engine_that_never_comes_or_leaves_early_costs_the_others_nothing() -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "told"),
-    [(signal.SIGKILL, ""), (signal.SIGSTOP, "did not complete the operation")],
-    ids=["killed", "stuck"],
+    ("backend", "number", "told"),
+    [
+        ("gloo", signal.SIGKILL, ""),
+        ("gloo", signal.SIGSTOP, "did not complete the operation"),
+        ("ipc", signal.SIGKILL, "did not complete the operation"),
+    ],
 )
 def test_an_engine_that_is_killed_or_stuck_meanwhile_is_lost_alone(
-    caplog: pytest.LogCaptureFixture, number: signal.Signals, told: str
+    caplog: pytest.LogCaptureFixture, backend: TransferBackend, number: signal.Signals, told: str
 ) -> None:
     """A real process: a killed one the backend reports, one that only stops answering, as all do over NCCL, it does not."""
     server = WeightServer("127.0.0.1", timeout_s=40)
-    offer = offer_of(server, WEIGHTS, chunk_bytes=4)
+    offer = offer_of(server, WEIGHTS, chunk_bytes=4, backend=backend)
     lost = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert lost.stdin is not None
     assert lost.stdout is not None
@@ -142,6 +153,19 @@ def test_an_engine_that_is_killed_or_stuck_meanwhile_is_lost_alone(
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("engine 1 was lost while weights were sent to it")
     assert told in message
+
+
+def test_memory_that_cannot_be_opened_and_a_peer_that_gives_up_are_errors() -> None:
+    """CUDA refuses the handle of a GPU that this process does not see."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("1", json.dumps([{"hex": b"/gone".hex()}, {"hex": b"/torch_0".hex()}, 8]))
+    work = IpcBackend(store, 1, 1).broadcast(torch.empty(8, dtype=torch.uint8), 0)
+    assert work.is_completed()
+    with pytest.raises(RuntimeError):
+        work.wait()
+    IpcBackend(store, 0, 1).abort()
+    with pytest.raises(RuntimeError, match="the peer aborted the transfer"):
+        work.is_completed()
 
 
 def test_the_clock_is_ours_for_the_backends_wait_may_never_return() -> None:

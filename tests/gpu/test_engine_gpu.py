@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from vllm_marks import HAS_VLLM
 
 from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig, VllmRuntime
 from klear_core.generate.decoder.torch_engine import TorchEngine
-from klear_core.generate.engine import SamplingParams, TensorSpec
+from klear_core.generate.engine import SamplingParams, TensorSpec, TransferBackend
 from klear_core.generate.vllm_engine import VllmEngine
 from klear_core.generate.weight_transfer import WeightServer
 from klear_core.types import Completion
@@ -70,9 +71,12 @@ def _logps(
 
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
-@pytest.mark.parametrize("way", ["memory", "nccl"])
+@pytest.mark.parametrize("way", ["memory", "nccl", "ipc"])
 def test_vllm_answers_with_new_weights_and_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Over NCCL the engine has the second GPU and the weights come from the first: NCCL wants a GPU for each side."""
+    """Over NCCL the engine has the second GPU and the weights come from the first: NCCL wants a GPU for each side.
+
+    By handles both are on one GPU, and the engine has dropped its weights when it wakes.
+    """
     if way == "nccl":
         if torch.cuda.device_count() < 2:
             pytest.skip("one CUDA device")
@@ -80,7 +84,8 @@ def test_vllm_answers_with_new_weights_and_sleeps(tmp_path: Path, monkeypatch: p
         torch.cuda.init()  # sees all GPUs, whatever is set now for the engine's process
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     old, new = (build_model(seed=seed, hidden_size=128, head_dim=64).cuda() for seed in (0, 1))
-    runtime = VllmRuntime(enforce_eager=True, gpu_memory_utilization=0.3, sleep_mode=True)
+    level: Literal[1, 2] = 2 if way == "ipc" else 1
+    runtime = VllmRuntime(enforce_eager=True, gpu_memory_utilization=0.3, sleep_mode=True, sleep_level=level)
     params = SamplingParams(
         num_samples=4, temperature=0.8, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=60, seed=1
     )
@@ -92,7 +97,8 @@ def test_vllm_answers_with_new_weights_and_sleeps(tmp_path: Path, monkeypatch: p
             return
         server = WeightServer("127.0.0.1", timeout_s=300)
         specs = [TensorSpec(name=name, dtype="float32", shape=tuple(w.shape)) for name, w in weights.items()]
-        offer = server.offer(specs, version=1, backend="nccl", num_ranks=1, chunk_bytes=1 << 16)
+        backend: TransferBackend = "ipc" if way == "ipc" else "nccl"
+        offer = server.offer(specs, version=1, backend=backend, num_ranks=1, chunk_bytes=1 << 16)
         sending = asyncio.create_task(asyncio.to_thread(server.send, offer, weights.items(), [0]))
         await engine.load_weights(offer, version=1)
         assert await sending == []
@@ -100,9 +106,12 @@ def test_vllm_answers_with_new_weights_and_sleeps(tmp_path: Path, monkeypatch: p
     async def main() -> None:
         cfg = VllmEngineConfig(dtype="float32", runtime=runtime)
         engine = await VllmEngine.start(cfg, write_folder(tmp_path, old), num_threads=1, seed=0)
-        await update(engine)
+        if way != "ipc":
+            await update(engine)
         await engine.sleep()
         await engine.wake()
+        if way == "ipc":
+            await update(engine)
         for prompt in PROMPTS:
             for completion in await engine.generate(prompt, params):
                 assert (_logps(new, prompt, completion) - torch.tensor(completion.logps)).abs().max() < 1e-2

@@ -19,7 +19,7 @@ import torch
 from ray_builders import NUM_STEPS, PROBLEMS, Saboteur, actors_of, config, kill, run
 from rl_builders import low_byte_judge, same_weights, weights
 
-from klear_core.cluster.placement import GpuPlan, is_direct, plan_gpus
+from klear_core.cluster.placement import GpuPlan, is_direct, plan_gpus, transfer_backend
 from klear_core.cluster.rank_actors import split_parts, to_arrays, to_tensors
 from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.config.rl import RlRuntime
@@ -79,6 +79,7 @@ def test_gpus_are_planned_before_anything_starts() -> None:
         ("auto", 1, 1, True),
         ("auto", 0.5, 0.5, False),  # one GPU for both: NCCL wants one for each
         ("direct", 0, 0, True),
+        ("direct", 0.5, 0.5, True),  # CUDA's handles
         ("store", 1, 1, False),
     ],
 )
@@ -90,8 +91,15 @@ def test_weights_go_directly_where_both_sides_have_gpus_of_their_own(
 
 
 def test_direct_weights_between_a_gpu_and_a_cpu_are_refused() -> None:
-    with pytest.raises(ResourceError, match="NCCL needs whole GPUs"):
-        is_direct(RlRuntime(weight_sync="direct"), TorchEngineConfig(), GpuPlan(learner=1, rollout=0))
+    for learner, rollout in ((1, 0), (1, 0.5), (0.5, 1)):
+        with pytest.raises(ResourceError, match="NCCL needs whole GPUs"):
+            is_direct(RlRuntime(weight_sync="direct"), TorchEngineConfig(), GpuPlan(learner=learner, rollout=rollout))
+
+
+def test_a_shared_gpu_passes_handles_and_gpus_of_their_own_use_nccl() -> None:
+    shared = RlRuntime(learner_gpus=0.5, rollout_gpus=0.5)
+    assert [transfer_backend(runtime, "cuda") for runtime in (shared, RlRuntime())] == ["ipc", "nccl"]
+    assert transfer_backend(shared, "cpu") == "gloo"
 
 
 def test_without_ray_the_stage_says_so(base: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from statistics import median
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from torch import Tensor
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import AttentionKernel, OptimConfig
 from klear_core.errors import ConfigError
-from klear_core.generate.engine import dump_offer
+from klear_core.generate.engine import TransferBackend, dump_offer
 from klear_core.generate.weight_transfer import WeightServer, specs_of
 from klear_core.hf_config import HfConfig
 from klear_core.rl.objective import Denominators, loss_head, make_batch
@@ -154,23 +153,29 @@ for line in sys.stdin:
 
 
 def _weight_sync(plan: Plan) -> Iterator[Measure]:
-    """Seconds in which the model's weights go from this process to all other GPUs at once, as in an RL step.
+    """Seconds in which the model's weights go from this process to all other GPUs at once, and to an engine on its own.
 
-    NCCL refuses two processes on one GPU, so with a single one there is nothing to measure.
+    NCCL refuses two processes on one GPU: with a single one there are only handles of memory to measure.
     """
     is_on_gpu = plan.device.type == "cuda"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if is_on_gpu else ""
     devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count() if is_on_gpu else 2)]
     weights = _weights(plan)
+    yield from _handed_over(plan, weights, devices[1:], "nccl" if is_on_gpu else "gloo")
+    yield from _handed_over(plan, weights, devices[:1], "ipc")
+
+
+def _handed_over(
+    plan: Plan, weights: dict[str, Tensor], devices: list[str], backend: TransferBackend
+) -> Iterator[Measure]:
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     server = WeightServer("127.0.0.1", timeout_s=300)
+    times = []
     with ExitStack() as stack:
-        engines = [stack.enter_context(_engine(device)) for device in devices[1:]]
-        times = []
+        engines = [stack.enter_context(_engine(device)) for device in devices]
         for version in range(plan.warmups + plan.repeats if engines else 0):
             _synchronize(plan)
             started = time.perf_counter()
-            backend: Literal["gloo", "nccl"] = "nccl" if is_on_gpu else "gloo"
             offer = server.offer(specs_of(weights), version=version, backend=backend, num_ranks=1)
             for index, engine in enumerate(engines):
                 engine(dump_offer(replace(offer, engine=index)))
@@ -179,9 +184,9 @@ def _weight_sync(plan: Plan) -> Iterator[Measure]:
             assert [engine("") for engine in engines] == [str(num_bytes)] * len(engines)
             times.append(time.perf_counter() - started)
     if times:
-        seconds = median(times[plan.warmups :])
-        yield _entry(plan, "weight_sync/seconds", seconds, f"s to {len(engines)} engines at once over {backend}")
-        yield _entry(plan, "weight_sync/rate", num_bytes * len(engines) / seconds / 1e9, "GB/s out of one process")
+        seconds, name = median(times[plan.warmups :]), "weight_sync/ipc" if backend == "ipc" else "weight_sync"
+        yield _entry(plan, f"{name}/seconds", seconds, f"s to {len(engines)} engines at once over {backend}")
+        yield _entry(plan, f"{name}/rate", num_bytes * len(engines) / seconds / 1e9, "GB/s out of one process")
 
 
 def _weights(plan: Plan) -> dict[str, Tensor]:
