@@ -92,8 +92,8 @@ def is_direct(runtime: RlRuntime, engine: LocalEngineConfig, gpus: GpuPlan) -> b
             if only_one_has_gpus or (has_part and not _share_gpus(gpus.learner, gpus.rollout)):
                 raise ResourceError(
                     f'runtime.weight_sync = "direct" with {gpus.learner:g} GPUs for a learner rank and '
-                    f"{gpus.rollout:g} for a rollout actor: NCCL needs whole GPUs for both, CUDA's handles parts of one "
-                    f'for both, and gloo no GPU for either; "store" always works'
+                    f"{gpus.rollout:g} for a rollout actor: NCCL needs whole GPUs for both, CUDA's handles parts of "
+                    f'one for both, and gloo no GPU for either; "store" always works'
                 )
             return True
         case _:

@@ -284,7 +284,7 @@ class RayLearner(LearnerHandle):
         return await self._call_locked(lambda rank: rank.offer_weights.remote(), "offer its weights")
 
     def _shares(self, engines: Collection[int]) -> list[list[int]]:
-        """Return the engines that each rank sends the weights to; engines that share GPUs with ranks are placed so, too.
+        """Return the engines that each rank sends the weights to; where GPUs are shared, they are placed so.
 
         One rank alone would send 16 GB for each of them, minutes for the hundreds of a large cluster.
         """
