@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -35,6 +36,9 @@ LOST = (RayActorError, OutOfMemoryError)
 """Errors of a call whose actor is gone. OutOfMemoryError, no RayActorError, means Ray killed it to free memory."""
 _DEAD_NODE = re.compile(r"node has died\. Node Id: (\w+)")
 _LOOK_S = 1.0  # between two looks whether a node is alive
+_KNOWN_S = 120.0
+"""Longest wait for Ray to find out why an actor is unavailable: it takes a node for dead after five failed checks of up
+to 10 s, with 3 s between them (`health_check_failure_threshold`, `_timeout_ms`, `_period_ms`)."""
 START_S = 300.0  # least timeout for starting a process and loading a model, even if `stall_timeout_s` is shorter
 
 
@@ -105,16 +109,19 @@ async def lost_nodes(nodes: Collection[str]) -> frozenset[str]:
 async def final_error(actor: Any, error: BaseException) -> BaseException:
     """Return why a call of this actor failed, once Ray knows: only then does the error name a node that died.
 
-    Before, all actors of a node are `temporarily unavailable`, and another in their place may start on that node.
+    Before, all actors of a node are `temporarily unavailable`, and another in their place may start on that node. An
+    actor that neither answers nor is found dead keeps the error that it had.
     """
-    while isinstance(error, ActorUnavailableError):
-        try:
-            await awaited(actor.__ray_ready__.remote())
-        except LOST as later:
-            error = later
-        else:
-            break  # it is there again, but what it was doing is lost
-        await asyncio.sleep(_LOOK_S)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_KNOWN_S):
+            while isinstance(error, ActorUnavailableError):
+                try:
+                    await awaited(actor.__ray_ready__.remote())
+                except LOST as later:
+                    error = later
+                else:
+                    break  # it is there again, but what it was doing is lost
+                await asyncio.sleep(_LOOK_S)
     return error
 
 

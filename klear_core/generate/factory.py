@@ -285,7 +285,8 @@ class RestartLimit:
         nodes = self._dead_nodes(error)
         is_new = not nodes or not nodes <= self._counted
         self._counted |= nodes
-        self._losses += [now] * is_new
+        if is_new:
+            self._losses.append(now)
         while self._losses and self._losses[0] < now - self._window_s:
             self._losses.popleft()
         if is_new and len(self._losses) > self._allowed:

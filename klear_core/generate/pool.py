@@ -487,7 +487,7 @@ async def _close_after(tasks: Sequence[asyncio.Task[None]], engine: PooledEngine
 
 
 # ---- restarts ----
-
+# Limit how fast lost engines are replaced.
 
 _LONGEST_PAUSE_S = 60.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from virtual_clock import run_virtually
 
 from klear_core.cluster import nodes
 from klear_core.cluster.nodes import EnginePlan, cannot_join, when_there
@@ -21,8 +23,10 @@ from klear_core.metrics import NullTelemetry
 from klear_core.train.base_model import model_folder, prepare_base
 
 pytest.importorskip("ray")
+from ray.exceptions import ActorUnavailableError, RayActorError
+
 from klear_core.cluster.pools import plan_when_there
-from klear_core.cluster.ray_calls import Restarts
+from klear_core.cluster.ray_calls import Restarts, final_error
 
 
 def died_with(node: str) -> Exception:
@@ -43,6 +47,36 @@ def test_the_nodes_that_the_ranks_died_with_are_those_that_the_engines_died_with
     restarts.count("the learner", RuntimeError("Socket closed"), frozenset({"aa11"}))
     restarts.count("rollout actor 0", died_with("aa11"))
     assert restarts.used == 1
+
+
+class Unavailable:
+    """An actor that Ray cannot reach: asked whether it is ready, it gives these errors one after the other, then hangs."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = list(errors)
+        self.__ray_ready__ = self
+
+    async def remote(self) -> None:
+        if self._errors:
+            raise self._errors.pop(0)
+        await asyncio.Event().wait()
+
+
+def test_an_actor_that_is_unavailable_has_failed_with_its_node_once_ray_knows() -> None:
+    unavailable, dead = ActorUnavailableError("temporarily", None), RayActorError()
+    assert run_virtually(final_error(Unavailable(unavailable, dead), unavailable)) is dead
+    assert run_virtually(final_error(Unavailable(), dead)) is dead
+
+
+def test_an_actor_that_neither_answers_nor_is_found_dead_is_given_up() -> None:
+    unavailable = ActorUnavailableError("temporarily", None)
+
+    async def seconds() -> float:
+        started = asyncio.get_running_loop().time()
+        assert await final_error(Unavailable(), unavailable) is unavailable
+        return asyncio.get_running_loop().time() - started
+
+    assert run_virtually(seconds()) == pytest.approx(120)
 
 
 def test_processes_that_die_by_themselves_count_each() -> None:
