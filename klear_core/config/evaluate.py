@@ -82,7 +82,7 @@ class VllmRuntime(Settings):
     """Release the engine's GPU memory between rollouts, for a learner on the same GPU."""
     sleep_level: Literal[1, 2] = 1
     """vLLM's level of sleep: with 1 the weights wait in host memory, with 2 they are dropped, since RL sends new ones
-    whenever an engine wakes. 2 has not been run on a GPU; RL's check of log-probs would show what is missing."""
+    whenever an engine wakes. 2 has not been run on a GPU; RL checks the engine's log-probs after a first sleep."""
 
 
 OWN_ENGINE_ARGS = frozenset(
@@ -146,7 +146,7 @@ class VllmEngineConfig(Settings):
     @property
     def must_be_proved(self) -> bool:
         """Return whether its log-probs may be others than the model's, so that RL has to check them."""
-        return self.kv_cache_dtype != "auto" or bool(self.engine_args)
+        return self.kv_cache_dtype != "auto" or bool(self.engine_args) or self.runtime.sleep_level == 2
 
     @model_validator(mode="after")
     def _has_a_factor(self) -> Self:

@@ -107,6 +107,12 @@ class RolloutConfig(Settings):
         """Return whether engines release their GPU memory to the learner between rollouts."""
         return isinstance(self.engine, VllmEngineConfig) and self.engine.runtime.sleep_mode
 
+    @property
+    def drops_weights(self) -> bool:
+        """Return whether engines have no weights when they wake."""
+        engine = self.engine
+        return isinstance(engine, VllmEngineConfig) and engine.runtime.sleep_mode and engine.runtime.sleep_level == 2
+
 
 class GroupFilterConfig(Settings):
     """Selection of the groups to train on."""
@@ -370,8 +376,8 @@ class RlConfig(Settings):
         engine = self.rollout.engine
         if isinstance(engine, VllmEngineConfig) and engine.must_be_proved and self.runtime.engine_check == "off":
             raise ValueError(
-                'runtime.engine_check = "off" with rollout.engine.kv_cache_dtype or engine_args: nothing would tell '
-                "whether their log-probs are the policy's; set it to 'warn' or 'refuse'"
+                'runtime.engine_check = "off" with rollout.engine.kv_cache_dtype, engine_args or sleep_level: '
+                "nothing would tell whether their log-probs are the policy's; set it to 'warn' or 'refuse'"
             )
         return self
 

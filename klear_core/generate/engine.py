@@ -365,7 +365,7 @@ class SleepingEngine(TrainableEngine, Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take the memory back, with the weights from before `sleep`. No effect on an engine that is awake."""
+        """Take the memory back, with the weights from before `sleep` unless they were dropped. No effect if awake."""
         ...
 
 

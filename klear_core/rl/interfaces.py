@@ -227,6 +227,8 @@ async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: R
         return ""
     tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(setup.model))
     prompt_ids = render_prompt(tokenizer, _QUESTION)
+    if cfg.rollout.drops_weights:
+        await _sleep_once(learner, engine)
     try:
         async with asyncio.timeout(cfg.runtime.stall_timeout_s):
             completions = await _answers(engine, prompt_ids, setup)
@@ -247,7 +249,7 @@ async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: R
     is_refused = cfg.runtime.engine_check == "refuse"
     if isinstance(engine_cfg, VllmEngineConfig) and engine_cfg.must_be_proved:
         is_refused = True
-        allowed_note = "rollout.engine.kv_cache_dtype or engine_args may cause it: leave them out"
+        allowed_note = "rollout.engine.kv_cache_dtype, engine_args or sleep_level may cause it: leave them out"
     else:
         allowed_note = "they may have other weights, positions or temperatures"
     note = (
@@ -258,6 +260,15 @@ async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: R
         raise EngineMismatchError(f'{note} (runtime.engine_check = "{cfg.runtime.engine_check}")')
     log.warning("%s", note)
     return note
+
+
+async def _sleep_once(learner: LearnerHandle, engine: TrainableEngine) -> None:
+    """Have the engines drop their weights and get the learner's, as in every step: what is lost by it shows now."""
+    assert isinstance(engine, SleepingEngine), type(engine)
+    await engine.sleep()
+    weights = await learner.weights()
+    await engine.wake()
+    await engine.load_weights(weights, version=engine.version)
 
 
 async def _answers(

@@ -19,7 +19,7 @@ from klear_core.cluster.rank_actors import LearnerActor
 from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
-from klear_core.generate.engine import SamplingParams, WeightOffer
+from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOffer, WeightSource
 from klear_core.generate.weight_transfer import digest_of, known_tensors
 from klear_core.rl.interfaces import TOLERANCES, LocalWorkers, RlSetup, check_engine
 from klear_core.types import Completion
@@ -157,13 +157,70 @@ def test_rl_refuses_to_train_with_a_fast_path_of_vllm_that_disagrees(base: Path,
                 await workers.close()
 
         if refuses:
-            with pytest.raises(TrainingError, match=r"0.5 nats per token.*kv_cache_dtype or engine_args may cause it"):
+            with pytest.raises(
+                TrainingError, match=r"0.5 nats per token.*kv_cache_dtype, engine_args or sleep_level may cause it"
+            ):
                 asyncio.run(main())
         else:
             assert "0.5 nats per token" in asyncio.run(main())
 
 
-@pytest.mark.parametrize("fast", [{"kv_cache_dtype": "fp8"}, {"engine_args": {"block_size": 32}}])
+class Sleeper:
+    """An engine of ours in vLLM's place; `loses` says that its log-probs are wrong once it has slept, as of lost buffers."""
+
+    def __init__(self, engine: TrainableEngine, *, loses: bool) -> None:
+        self.engine, self.loses, self.version, self.calls = engine, loses, engine.version, []
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        found = await self.engine.generate(prompt_ids, params)
+        wrong = 0.5 * (self.loses and "sleep" in self.calls)
+        return [dataclasses.replace(c, logps=tuple(logp - wrong for logp in c.logps)) for c in found]
+
+    async def load_weights(self, weights: WeightSource, *, version: int) -> None:
+        self.calls.append("load")
+        await self.engine.load_weights(weights, version=version)
+
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    async def wake(self) -> None:
+        self.calls.append("wake")
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("level", "loses", "calls"),
+    [(1, True, ["sleep"]), (2, False, ["sleep", "wake", "load", "sleep"]), (2, True, None)],
+)
+def test_an_engine_that_drops_its_weights_is_checked_after_a_sleep(
+    base: Path, tmp_path: Path, level: int, loses: bool, calls: list[str] | None
+) -> None:
+    cfg = config("warn")
+    setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=tmp_path)
+    vllm = VllmEngineConfig.model_validate({"runtime": {"sleep_mode": True, "sleep_level": level}})
+    asked = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"engine": vllm})})
+
+    async def main() -> tuple[str, list[str]]:
+        workers = LocalWorkers()
+        try:
+            learner, ours = await workers.start(setup)
+            sleeper = Sleeper(ours, loses=loses)
+            return await check_engine(learner, sleeper, dataclasses.replace(setup, cfg=asked)), sleeper.calls
+        finally:
+            await workers.close()
+
+    if calls is None:
+        with pytest.raises(TrainingError, match=r"0.5 nats per token.*sleep_level may cause it"):
+            asyncio.run(main())
+    else:
+        assert asyncio.run(main()) == ("", calls)
+
+
+@pytest.mark.parametrize(
+    "fast", [{"kv_cache_dtype": "fp8"}, {"engine_args": {"block_size": 32}}, {"runtime": {"sleep_level": 2}}]
+)
 def test_a_fast_path_of_vllm_cannot_be_used_without_the_check(fast: dict) -> None:
     engine = {"kind": "vllm", **fast}
     with pytest.raises(ValueError, match="nothing would tell whether their log-probs are the policy's"):
