@@ -20,6 +20,7 @@ from klear_core.config.train import LoraConfig
 from klear_core.errors import ConfigError
 from klear_core.hf_config import check_architecture
 from klear_core.metrics import made_progress
+from klear_core.mkl import choose_functions
 from klear_core.prompts import load_tokenizer
 from klear_core.train.balance import RowWork
 from klear_core.train.kernels import attention
@@ -28,6 +29,8 @@ from klear_core.types import TokenRow
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
+
+choose_functions()
 
 R = TypeVar("R")
 Head = Callable[[Tensor, Tensor], R]

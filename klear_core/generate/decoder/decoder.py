@@ -16,6 +16,9 @@ from torch import Tensor
 from klear_core.generate.decoder.shape import DecoderShape
 from klear_core.generate.engine import WeightSource
 from klear_core.generate.model_weights import check_shapes, tensor_shapes, tensors
+from klear_core.mkl import choose_functions
+
+choose_functions()
 
 _SCORED_TOGETHER = 256  # tokens whose logits are in memory at a time
 
