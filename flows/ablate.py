@@ -20,12 +20,14 @@ from flows.run import RunConsole, intact_artifacts, prefect_run, runs_rl
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef, read_manifest
 from klear_core.config.grids import AblationConfig, ComparedStage, load_ablation
 from klear_core.config.load import extended_by
+from klear_core.config.opd import OpdTrainConfig
+from klear_core.config.opd_jobs import OpdJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import RlJob, SftJob
 from klear_core.config.train import SftConfig
 from klear_core.errors import ConfigError, KlearError
-from klear_core.evaluate.compare.ablation import RunResult, best_runs, read_run, read_sft_run, rows_of
+from klear_core.evaluate.compare.ablation import RunResult, best_runs, read_offline_run, read_run, rows_of
 from klear_core.evaluate.compare.published import AblationTable, CellRecord, as_markdown, beside_paper, write_cells
 from klear_core.pipeline.graph import evaluation_of, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from klear_core.pipeline.preflight.checks import require_ready
@@ -126,16 +128,22 @@ def run_in_pipeline(run: CellRun) -> Artifacts:
 def result_of(run: CellRun, refs: Artifacts, scored_on: Collection[str] = ()) -> RunResult:
     """Return the result of a run from its artifacts: the mean over the benchmarks `scored_on`, all if none."""
     compared = run.compared
-    if compared.before is None:
-        return read_sft_run(sft=refs[compared.model].path, after=refs[compared.after].path, scored_on=scored_on)
-    rl = refs[compared.model].path
-    manifest = read_manifest(rl)
+    model, after = refs[compared.model].path, refs[compared.after].path
+    before = refs[compared.before].path if compared.before else None
+    # Of RL, and of the answers that a teacher scored before it.
+    sampling = [read_manifest(refs[name].path) for name in (compared.model, "opd_rollouts") if name in refs]
+    sampled_tokens = sum(int(manifest.counts.get("sampled_tokens", 0)) for manifest in sampling) or None
+    if not isinstance(run.training, RlConfig):
+        return read_offline_run(
+            model=model, before=before, after=after, sampled_tokens=sampled_tokens, scored_on=scored_on
+        )
+    assert before is not None
     return read_run(
-        rl=rl,
-        before=refs[compared.before].path,
-        after=refs[compared.after].path,
-        commit=manifest.git_commit,
-        sampled_tokens=int(manifest.counts.get("sampled_tokens", 0)) or None,
+        rl=model,
+        before=before,
+        after=after,
+        commit=read_manifest(model).git_commit,
+        sampled_tokens=sampled_tokens,
         scored_on=scored_on,
     )
 
@@ -211,10 +219,11 @@ def require_complete(table: AblationTable, *, num_runs: int) -> None:
 class Compared:
     """Names of the stages that a grid compares."""
 
-    model: ComparedStage
+    model: str
     """The stage whose models are compared."""
     before: str | None
-    """The evaluation of the model that RL starts from; None for SFT, before which there is no skill to lose."""
+    """The evaluation of the model that RL starts from, of SFT's if `last` is compared; None for SFT, before which there
+    is no skill to lose."""
     after: str
     """The evaluation of the compared model."""
     chosen: tuple[str, ...]
@@ -224,17 +233,17 @@ class Compared:
     def of(cls, config: PipelineConfig, model: ComparedStage) -> Compared:
         """Return the names in this config's pipeline. ConfigError if it does not train the model."""
         stages = stages_of(config)
-        stage = next((stage for stage in stages if stage.name == model), None)
-        if stage is None or not isinstance(stage.job, SftJob | RlJob):
-            trained = [stage.name for stage in stages if isinstance(stage.job, SftJob | RlJob)]
-            raise ConfigError(
-                f"compare = {model!r}: profile {config.name} trains only {', '.join(trained) or 'nothing'}"
-            )
-        is_rl = isinstance(stage.job, RlJob)
-        before = evaluation_of(stages, stage.inputs["model"]).name if is_rl else None
-        after = evaluation_of(stages, model).name
+        trained = [stage for stage in stages if isinstance(stage.job, SftJob | OpdJob | RlJob)]
+        found = trained[-1:] if model == "last" else [stage for stage in trained if stage.name == model]
+        if not found:
+            names = ", ".join(stage.name for stage in trained) or "nothing"
+            raise ConfigError(f"compare = {model!r}: profile {config.name} trains only {names}")
+        stage = found[0]
+        start = "sft" if model == "last" else stage.inputs["model"]
+        before = None if isinstance(stage.job, SftJob) else evaluation_of(stages, start).name
+        after = evaluation_of(stages, stage.name).name
         chosen = tuple(stage.name for stage in with_inputs(stages, [after, before or after]))
-        return cls(model=model, before=before, after=after, chosen=chosen)
+        return cls(model=stage.name, before=before, after=after, chosen=chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +266,11 @@ class CellRun:
     compared: Compared
 
     @property
-    def training(self) -> SftConfig | RlConfig:
+    def training(self) -> SftConfig | OpdTrainConfig | RlConfig:
         """Return the settings of the compared training."""
+        if self.compared.model == "opd":
+            assert self.config.opd is not None
+            return self.config.opd.train
         training = getattr(self.config, self.compared.model)
         assert isinstance(training, SftConfig | RlConfig), self.compared.model
         return training

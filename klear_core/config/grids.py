@@ -16,8 +16,8 @@ from klear_core.errors import ConfigError
 
 Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
 """Learning rates of one variant."""
-ComparedStage = Literal["sft", "rl", "rl_code"]
-"""Stages whose models a grid can compare."""
+ComparedStage = Literal["sft", "rl", "rl_code", "last"]
+"""Stages whose models a grid can compare; `last`: that which trains the last model of each variant."""
 
 
 class PaperRows(Settings):
@@ -93,6 +93,11 @@ class AblationConfig(Settings):
         _require_known(
             "paper.scores", self.paper.scores if self.paper else (), dict.fromkeys([*self.variants, *of_profiles])
         )
+        if self.compare == "last" and (self.learning_rates or self.rates):
+            raise ValueError(
+                'compare = "last": the variants may end with different stages; leave out learning_rates and rates, and '
+                "set the rate of each in its overrides"
+            )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds {self.seeds} name a seed twice")
         return self

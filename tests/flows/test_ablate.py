@@ -329,6 +329,22 @@ def test_a_grid_of_sft_ends_at_its_evaluation_and_one_of_code_rl_starts_from_mat
         Compared.of(load_profile(ROOT / "configs/laptop"), "rl_code")
 
 
+def test_last_models_of_different_stages_are_compared_from_the_model_of_sft() -> None:
+    grid = load_ablation(ROOT / "configs/ablations/distillation.toml")
+    runs = {cell.variant: run for cell, run in plan_runs(grid, []).items()}
+    found = {name: (run.compared.model, run.compared.before, run.compared.after) for name, run in runs.items()}
+    assert found["opd"] == ("opd", "evaluate_sft", "evaluate_opd")
+    assert found["rl"] == found["opd_rl"] == ("rl", "evaluate_sft", "evaluate_rl")
+    assert (runs["opd"].rate, runs["opd_rl"].rate) == (4e-4, 1.5e-4)
+    assert not {"opd", "opd_rollouts"} & set(runs["rl"].compared.chosen)
+
+
+def test_last_models_have_no_common_rate() -> None:
+    for rates in ({"learning_rates": (1e-4,)}, {"rates": {"a": (1e-4,)}}):
+        with pytest.raises(ValueError, match="leave out learning_rates and rates"):
+            AblationConfig(profile="smoke", compare="last", variants={"a": ()}, reference="a", seeds=(1, 2), **rates)
+
+
 def test_without_learning_rates_a_run_has_that_of_its_settings() -> None:
     grid = AblationConfig(
         profile="smoke",

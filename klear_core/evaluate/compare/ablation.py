@@ -44,25 +44,27 @@ class RunResult(Settings):
     """The result of one run, from its training stage and the evaluations before and after it."""
 
     before: float | None
-    """avg@n of the model that RL started from, averaged over benchmarks; None for SFT."""
+    """avg@n of the model that RL started from, averaged over benchmarks; None for SFT. Of SFT's model where grids
+    compare the last one."""
     after: float
     """avg@n after training, averaged over benchmarks."""
     scores: dict[str, float] = {}
     """avg@n after training by benchmark; empty in files of earlier versions."""
     token_shares: dict[str, float]
-    """Shares by the names of `TOKEN_SHARES`, averaged over the RL steps that trained; empty for SFT."""
+    """Shares by the names of `TOKEN_SHARES`, averaged over the RL steps that trained; empty for SFT and distillation."""
     max_ratio: float | None = None
-    """Largest ratio of new to old probability over all tokens and steps; None for SFT."""
+    """Largest ratio of new to old probability over all tokens and steps; None unless it was RL."""
     entropy: float | None = None
-    """Mean entropy in nats per token, at the last step that trained; None for SFT."""
+    """Mean entropy in nats per token, at the last step that trained; None unless it was RL."""
     num_steps: int = 0
-    """Number of RL steps that trained, or of SFT updates."""
+    """Number of steps that trained, in SFT of updates."""
     num_tokens: int | None = None
-    """Tokens that SFT trained on; None for RL."""
+    """Tokens that SFT trained on; None for others."""
     sampled_tokens: int | None = None
-    """Tokens of all answers that RL sampled; None for SFT and in files of earlier versions."""
+    """Tokens of all answers that RL sampled, and distillation before it; None for SFT and in files of earlier
+    versions."""
     informative_groups: int | None = None
-    """Sampled groups with right and wrong answers, trained on or not; None for SFT and in files of earlier versions."""
+    """RL's groups with right and wrong answers, trained on or not; None for others and in files of earlier versions."""
     num_lacking: int = 0
     """Number of those steps that lack one of the metrics above (skipped updates, in files of earlier versions). Means
     are over the steps that have the metric."""
@@ -88,8 +90,8 @@ def read_run(
 ) -> RunResult:
     """Read a run's result from the artifact folders of its RL stage and of the evaluations before and after it.
 
-    `commit` and `sampled_tokens` are those of the RL stage's manifest. Scores are means over the benchmarks
-    `scored_on`, all if none. Raise ArtifactError if RL trained on no token.
+    `commit` is that of the RL stage's manifest. Scores are means over the benchmarks `scored_on`, all if none. Raise
+    ArtifactError if RL trained on no token.
     """
     rows = read_metrics(rl / METRICS_FILE)
     # only rows of steps that trained have the entropy
@@ -121,22 +123,30 @@ def read_run(
     )
 
 
-def read_sft_run(*, sft: Path, after: Path, scored_on: Collection[str] = ()) -> RunResult:
-    """Read a run's result from the artifact folders of its SFT stage and of the evaluation after it.
+def read_offline_run(
+    *,
+    model: Path,
+    before: Path | None,
+    after: Path,
+    sampled_tokens: int | None = None,
+    scored_on: Collection[str] = (),
+) -> RunResult:
+    """Read the result of SFT or distillation, which sample nothing while they train, as `read_run` does that of RL.
 
-    The score is the mean over the benchmarks `scored_on`, all if none.
+    SFT has no evaluation `before`.
     """
-    manifest, reports = read_manifest(sft), _reports(after, scored_on)
+    manifest, reports = read_manifest(model), _reports(after, scored_on)
     scores = _scores(reports)
     return RunResult(
-        before=None,
+        before=fmean(_scores(_reports(before, scored_on)).values()) if before else None,
         after=fmean(scores.values()),
         scores=scores,
         greedy=_greedy(reports),
         commit=manifest.git_commit,
         token_shares={},
         num_steps=int(manifest.counts.get("steps", 0)),
-        num_tokens=int(manifest.counts.get("tokens", 0)),
+        num_tokens=None if before else int(manifest.counts.get("tokens", 0)),
+        sampled_tokens=sampled_tokens,
     )
 
 

@@ -260,17 +260,20 @@ def as_markdown(table: AblationTable) -> str:
     Behind each mean is the range over seeds. The columns `95 %` hold Student's t intervals of the mean.
     """
     runs = [run for row in table.rows for run in row.runs.values()]
-    is_rl = any(run.token_shares for run in runs)
+    can_collapse = any(run.before is not None for run in runs)
+    is_rl = bool(runs) and all(run.token_shares for run in runs)
     # Files of earlier versions lack the counts, and their tables stay as they were.
     has_yield = is_rl and all(run.sampled_tokens and run.informative_groups is not None for run in runs)
     others = [row for row in table.rows if row.reference not in ("", table.reference, row.variant)]
     minus = "minus its reference" if others else f"minus {table.reference}"
     head = ["variant", "lr", "avg@n (range)", "95 %", f"{minus} (range)", "95 %", "p (test)"]
-    head += ["collapsed (at most)", *TOKEN_SHARES, "max r", "entropy"] if is_rl else ["updates", "tokens"]
+    head += ["collapsed (at most)"] if can_collapse else []
+    head += [*TOKEN_SHARES, "max r", "entropy"] if is_rl else ["steps" if can_collapse else "updates", "tokens"]
     head += ["sampled tokens", "informative groups per million"] if has_yield else []
     lines = [_line(head), _line(["---"] * len(head))]
     for row in table.rows:
-        cells = [*_cells(row), *(_rl_cells(row) if is_rl else _sft_cells(row))]
+        cells = [*_cells(row), *(_collapse_cells(row) if can_collapse else ())]
+        cells += _rl_cells(row) if is_rl else _token_cells(row)
         lines.append(_line([*cells, *(_yield_cells(row) if has_yield else ())]))
     lines.append("")
     for row in table.rows:
@@ -335,19 +338,25 @@ def _cells(row: TableRow) -> list[str]:
     return [row.variant, rate, *_spread_cells(row.score), *difference, test]
 
 
-def _sft_cells(row: TableRow) -> list[str]:
-    """Return the mean numbers of updates and of tokens that were trained on."""
+def _token_cells(row: TableRow) -> list[str]:
+    """Return the mean numbers of steps, and of tokens that SFT trained on or that were sampled after it."""
     runs = row.runs.values()
-    num_tokens = fmean(run.num_tokens or 0 for run in runs)
+    num_tokens = fmean(run.num_tokens or run.sampled_tokens or 0 for run in runs)
     return [f"{fmean(run.num_steps for run in runs):.0f}", f"{num_tokens:,.0f}"]
 
 
-def _rl_cells(row: TableRow) -> list[str]:
-    """Return collapses, token shares, the largest ratio and the entropy."""
+def _collapse_cells(row: TableRow) -> list[str]:
+    """Return the number of collapses, and the largest rate that it leaves possible."""
     runs = list(row.runs.values())
     num_collapsed = sum(run.has_collapsed for run in runs)
     at_most = f"{100 * largest_rate(num_collapsed, len(runs)):.0f} %"
-    cells = [f"{num_collapsed} of {len(runs)} ({at_most})"]
+    return [f"{num_collapsed} of {len(runs)} ({at_most})"]
+
+
+def _rl_cells(row: TableRow) -> list[str]:
+    """Return token shares, the largest ratio and the entropy."""
+    runs = list(row.runs.values())
+    cells = []
     for name in TOKEN_SHARES:
         share = fmean(run.token_shares[name] for run in runs)
         cells.append(f"{100 * share:.2f}")

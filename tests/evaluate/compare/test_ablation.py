@@ -229,3 +229,14 @@ def test_runs_that_counted_informative_groups_show_them_per_million_sampled_toke
     assert row.endswith("| 0.500 | 20,000 | 250 |")
     head, _, row, *_ = lines(run.model_copy(update={"sampled_tokens": None}))
     assert head.endswith("| entropy |")
+
+
+def test_a_table_of_distillation_and_rl_has_their_steps_and_sampled_tokens() -> None:
+    rl = {seed: a_run(0.7).model_copy(update={"num_steps": 16, "sampled_tokens": 4000}) for seed in (1, 2)}
+    distilled = RunResult(before=0.6, after=0.2, token_shares={}, num_steps=150, sampled_tokens=5000)
+    rows = rows_of({"rl": {1e-4: rl}, "opd": {4e-4: {1: distilled, 2: distilled}}}, "rl")
+    head, _, *shown = as_markdown(AblationTable(reference="rl", rows=rows, failures={})).splitlines()
+    assert head.endswith("| p (test) | collapsed (at most) | steps | tokens |")
+    assert shown[0].endswith("| 0 of 2 (78 %) | 16 | 4,000 |")
+    assert shown[1].endswith("| 2 of 2 (100 %) | 150 | 5,000 |")
+    assert "- opd at lr 0.0004 is compared with rl at its rate, 0.0001" in shown

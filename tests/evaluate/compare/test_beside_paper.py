@@ -9,7 +9,7 @@ from manifests import manifest
 from klear_core.artifacts.manifest import write_manifest
 from klear_core.config.grids import PaperRows
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.compare.ablation import RunResult, read_sft_run, rows_of
+from klear_core.evaluate.compare.ablation import RunResult, read_offline_run, rows_of
 from klear_core.evaluate.compare.published import AblationTable, as_markdown, beside_paper
 
 
@@ -92,10 +92,12 @@ def test_a_run_that_compares_sft_is_read_from_its_model_and_evaluation(tmp_path:
     after.mkdir()
     write_manifest(sft, manifest(counts={"steps": 40, "tokens": 9000}, git_commit="abc"))
     write_scores(after, 0.3, 0.7)
-    run = read_sft_run(sft=sft, after=after)
+    run = read_offline_run(model=sft, before=None, after=after)
     assert (run.before, run.after, run.num_steps, run.num_tokens, run.commit) == (None, 0.5, 40, 9000, "abc")
     assert run.scores == {"b0": 0.3, "b1": 0.7}
     assert not run.has_collapsed
-    assert read_sft_run(sft=sft, after=after, scored_on=["b1"]).after == 0.7
+    distilled = read_offline_run(model=sft, before=after, after=after, sampled_tokens=7000)
+    assert (distilled.before, distilled.num_tokens, distilled.sampled_tokens) == (0.5, None, 7000)
+    assert read_offline_run(model=sft, before=None, after=after, scored_on=["b1"]).after == 0.7
     with pytest.raises(ArtifactError, match="lacks benchmarks of b1, b2"):
-        read_sft_run(sft=sft, after=after, scored_on=["b1", "b2"])
+        read_offline_run(model=sft, before=None, after=after, scored_on=["b1", "b2"])
