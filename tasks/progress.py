@@ -211,6 +211,8 @@ def _percent(done: int, total: int) -> float:
 
 LINE_EVERY_S = 60.0
 """Seconds between two lines about a stage that works."""
+_SHORTEST_S = 5.0
+"""Reports within fewer seconds have no rate: the first ones often come together."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -236,8 +238,8 @@ class Pace:
 
     @property
     def per_s(self) -> float | None:
-        """Units a second since the first report; None until there are two."""
-        if self.first is None or self.done <= self.first[1] or self.last_s <= self.first[0]:
+        """Units a second since the first report; None while all reports are of a few seconds."""
+        if self.first is None or self.done <= self.first[1] or self.last_s - self.first[0] < _SHORTEST_S:
             return None
         return (self.done - self.first[1]) / (self.last_s - self.first[0])
 

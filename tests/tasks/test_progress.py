@@ -227,6 +227,15 @@ def test_other_units_begin_a_rate_of_their_own():
     assert pace.line(130.0) == "curate: 1,500 of 3,000, 50.0 a second, about 30 s left, writing"
 
 
+def test_a_burst_of_reports_has_no_rate():
+    """A pool's first answers come together: a hundred in a hundredth of a second is no speed."""
+    pace = Pace(stage="judge", started_s=0.0)
+    pace.update(0, 1000, "", now_s=1.0)
+    pace.update(100, 1000, "", now_s=1.01)
+    assert pace.line(60.0) == "judge: 100 of 1,000"
+    assert pace.left_s is None
+
+
 def test_lines_come_while_a_step_reports_nothing_and_end_with_the_stage():
     said = Server()
     lines = ProgressLines("sft", said, every_s=0.01)
