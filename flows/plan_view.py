@@ -87,6 +87,8 @@ def show_plan(
         console.print(f"[yellow]teacher:[/] {escape(note)}")
     for line in _loophole_lines(config, chosen):
         console.print(f"[yellow]rewards:[/] {escape(line)}")
+    for line in _stale_lines(config, chosen):
+        console.print(f"[yellow]stale samples:[/] {escape(line)}")
     for problem in missing:
         console.print(f"[yellow]before you run:[/] {escape(problem)}")
     if with_config:
@@ -96,11 +98,24 @@ def show_plan(
 
 def _loophole_lines(config: PipelineConfig, chosen: Collection[str] | None) -> Iterator[str]:
     """Yield a line for each reward of the chosen stages that pays for malformed answers."""
+    for section, rl in _rl_settings(config, chosen):
+        for loophole in rl.reward.loopholes:
+            yield f"{section}.{loophole}"
+
+
+def _stale_lines(config: PipelineConfig, chosen: Collection[str] | None) -> Iterator[str]:
+    """Yield a line for each of the chosen stages whose loss collapsed on samples as old as it may meet."""
+    for section, rl in _rl_settings(config, chosen):
+        if rl.stale_risk:
+            yield f"{section}.{rl.stale_risk}"
+
+
+def _rl_settings(config: PipelineConfig, chosen: Collection[str] | None) -> Iterator[tuple[str, RlConfig]]:
+    """Yield section and settings of each of the chosen RL stages."""
     for stage in stages_of(config):
         training = stage.job.training()
         if isinstance(training, RlConfig) and (chosen is None or stage.name in chosen):
-            for loophole in training.reward.loopholes:
-                yield f"{stage.section}.{loophole}"
+            yield stage.section, training
 
 
 def _plan_table(plans: Sequence[StagePlan]) -> Table:

@@ -109,6 +109,18 @@ def test_a_plan_warns_of_a_reward_that_can_be_played(klear, tmp_path):
     assert "rewards:" not in klear("run", "smoke", "--dry-run", "--until", "sft", *where, *published).out
 
 
+def test_a_plan_warns_of_a_loss_that_collapsed_on_samples_as_old(klear, tmp_path):
+    where = ("--set", f"workspace.root={tmp_path / 'ws'}")
+    assert "stale samples:" not in klear("plan", "smoke", *where, "--set", "rl.max_staleness=1").out
+    old = (*where, "--set", "rl.max_staleness=16")
+    assert (
+        'stale samples: rl.max_staleness = 16 with loss.kind = "gppo" and beta_low = 1'
+        in klear("plan", "smoke", *old).out
+    )
+    for loss in ("rl.loss.kind=m2po", "rl.loss.preset=ce_gppo"):
+        assert "stale samples:" not in klear("plan", "smoke", *old, "--set", loss).out
+
+
 def test_a_dry_run_shows_the_plan_and_makes_nothing(klear, tmp_path):
     shown = klear("run", ROOT / "configs/smoke", "--dry-run", "--set", f"workspace.root={tmp_path / 'ws'}")
     assert shown.status == 0

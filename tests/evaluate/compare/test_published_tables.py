@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 from flows.ablate import plan_runs
 from klear_core.config.grids import AblationConfig, load_ablation
+from klear_core.config.rl import RlConfig
 from klear_core.evaluate.compare.published import as_markdown, read_cells, table_of
 from klear_core.evaluate.stats.intervals import seed_spread
+from klear_core.evaluate.stats.significance import fisher_exact_p
 
 ROOT = Path(__file__).parents[3]
 MEASURED = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
@@ -28,7 +31,10 @@ def grid_of(file: Path) -> AblationConfig:
 
 
 def table(file: Path) -> str:
-    return as_markdown(table_of(read_cells(file), grid_of(file).reference)).partition("\n\n")[0].rstrip("\n") + "\n"
+    cfg = grid_of(file)
+    return (
+        as_markdown(table_of(read_cells(file), cfg.reference, cfg.references)).partition("\n\n")[0].rstrip("\n") + "\n"
+    )
 
 
 def test_every_file_of_runs_has_its_table() -> None:
@@ -46,14 +52,23 @@ def test_the_runs_are_those_of_the_grid_each_once(file: Path) -> None:
     cfg = grid_of(file)
     records = read_cells(file)
     planned = plan_runs(cfg, []).items()
-    asked = {(cell.variant, cell.rate, cell.seed): getattr(run.config, cfg.compare) for cell, run in planned}
+    asked = {(cell.variant, cell.rate, cell.seed): run.training for cell, run in planned}
     assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted(asked)
     for r in records:
-        if cfg.compare != "sft":  # the number of SFT's updates follows from its data
-            rl = asked[r.variant, r.learning_rate, r.seed]
-            assert (r.minibatches_per_step, r.steps) == (rl.minibatches_per_step, rl.num_steps)
+        training = asked[r.variant, r.learning_rate, r.seed]
+        if isinstance(training, RlConfig):  # the number of SFT's updates follows from its data
+            assert (r.minibatches_per_step, r.steps) == (training.minibatches_per_step, training.num_steps)
         assert r.collapsed == r.result.has_collapsed
         assert r.result.commit
+
+
+def test_collapses_on_stale_samples_that_plan_warns_of_are_those_of_the_runs() -> None:
+    """GPPO's plain form collapses at the rate at which M2PO and CE-GPPO do not; at half of it, on one seed."""
+    runs = read_cells(ROOT / "docs/data/stale.jsonl")
+    collapsed = {name: sum(r.collapsed for r in runs if r.variant == name) for name in {r.variant for r in runs}}
+    assert {name: num for name, num in collapsed.items() if num} == {"gppo_16_hot": 8, "gppo_16": 1}
+    assert {r.learning_rate for r in runs if r.variant in {"gppo_16_hot", "m2po_16", "ce_gppo_16"}} == {2.5e-5}
+    assert fisher_exact_p((8, 0), (8, 8)) == pytest.approx(2 / math.comb(16, 8))
 
 
 def test_the_difference_at_own_rates_is_computed_from_the_runs() -> None:
