@@ -328,10 +328,10 @@ class RlConfig(Settings):
         if self.max_staleness < 16 or not isinstance(loss, GppoConfig) or loss.beta_low <= 0.5:
             return ""
         return (
-            f'max_staleness = {self.max_staleness} with loss.kind = "gppo" and beta_low = {loss.beta_low:g}: on samples '
-            "16 versions old, of 16 updates each, a tiny model collapsed with it on 8 of 8 seeds, at a rate at which it "
-            'did on none with loss.kind = "m2po" or loss.preset = "ce_gppo" (docs/ablations.md); take one of these, or '
-            "half the rate"
+            f'max_staleness = {self.max_staleness} with loss.kind = "gppo" and beta_low = {loss.beta_low:g}: on '
+            "samples 16 versions old, of 16 updates each, a tiny model collapsed with it on 8 of 8 seeds, at a rate at "
+            'which it did on none with loss.kind = "m2po" or loss.preset = "ce_gppo"; take one of these '
+            "(docs/ablations.md)"
         )
 
     @property

@@ -51,7 +51,7 @@ class RunResult(Settings):
     scores: dict[str, float] = {}
     """avg@n after training by benchmark; empty in files of earlier versions."""
     token_shares: dict[str, float]
-    """Shares by the names of `TOKEN_SHARES`, averaged over the RL steps that trained; empty for SFT and distillation."""
+    """Shares by the names of `TOKEN_SHARES`, averaged over the RL steps that trained; empty unless it was RL."""
     max_ratio: float | None = None
     """Largest ratio of new to old probability over all tokens and steps; None unless it was RL."""
     entropy: float | None = None
