@@ -239,7 +239,8 @@ class MlflowBackend:
         self.log_metrics(run.run_id, counts)
         scores = _scores(record, ref)
         self.log_metrics(run.parent_id, [*counts, *scores])
-        with self._requests():
+        # Alone: another process of the workspace may deliver the same record.
+        with self._requests(alone=True):
             self._client.set_tag(run.run_id, "klear.uri", ref.uri)
             if record.makes_model:
                 self._reference_model(run, ref, record.stage)
@@ -366,9 +367,11 @@ class MlflowBackend:
                 )
             model_id = model.model_id
             self._client.set_tag(run.run_id, "klear.model_id", model_id)
-        # A run's page lists its outputs, not the models whose `source_run_id` it is.
+        # A run's page lists its outputs, not the models whose `source_run_id` it is. MLflow refuses one that it has.
         for run_id in (run.run_id, run.parent_id):
-            self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
+            outputs = self._client.get_run(run_id).outputs.model_outputs
+            if model_id not in {output.model_id for output in outputs}:
+                self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
 
 
 @contextmanager

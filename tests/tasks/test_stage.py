@@ -17,7 +17,7 @@ from klear_core.metrics import Telemetry, read_metrics
 from klear_core.pipeline.graph import open_store
 from tasks import tracking
 from tasks.delivery import Undelivered
-from tasks.mlflow_backend import VIEW_TAG
+from tasks.mlflow_backend import VIEW_TAG, OpenRun, TrackedRun, mlflow_backend
 from tasks.progress import Console, shown_on
 from tasks.stage import run_stage
 from tasks.tracking import RunInfo, code_commit
@@ -170,6 +170,18 @@ def test_mlflow_has_parameters_inputs_counts_and_the_model_by_reference(workspac
     parent = client(workspace).get_run(run.data.tags["mlflow.parentRunId"])
     assert {o.model_id for o in run.outputs.model_outputs} == {model.model_id}
     assert model.model_id in {o.model_id for o in parent.outputs.model_outputs}
+
+
+def test_a_result_that_is_told_twice_names_its_model_once(workspace: WorkspaceConfig):
+    """As after an outage in the midst of telling it, or when two processes of a workspace tell what a third left."""
+    ref = run_stage(info(workspace, "t"), job(15), {}, Body())
+    run_id = open_store(workspace).manifest(ref).mlflow_run_id
+    run = client(workspace).get_run(run_id)
+    told = OpenRun(run_id, run.data.tags["mlflow.parentRunId"], None)
+    record = TrackedRun(server="", run_id="t", run_name="test", stage="base", makes_model=True, ref=ref, ended_ms=1)
+    mlflow_backend(tracking.tracking_uri(workspace), Path(workspace.root)).finish(told, record)
+    for each in (told.run_id, told.parent_id):
+        assert len(client(workspace).get_run(each).outputs.model_outputs) == 1
 
 
 def test_a_process_that_tracked_one_workspace_tracks_the_next_in_its_own_database(
