@@ -369,8 +369,8 @@ class MlflowBackend:
             self._client.set_tag(run.run_id, "klear.model_id", model_id)
         # A run's page lists its outputs, not the models whose `source_run_id` it is. MLflow refuses one that it has.
         for run_id in (run.run_id, run.parent_id):
-            outputs = self._client.get_run(run_id).outputs.model_outputs
-            if model_id not in {output.model_id for output in outputs}:
+            outputs = self._client.get_run(run_id).outputs
+            if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else ())}:
                 self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
 
 
