@@ -1,7 +1,6 @@
 """Send runs to MLflow: one parent run per pipeline run, one child run per stage.
 
-This module, `tasks.answer_traces`, `tasks.mlflow_database` and `tasks.model_registry` are the only ones that call
-MLflow's API.
+Only this module, `tasks.answer_traces`, `tasks.mlflow_database` and `tasks.model_registry` call MLflow's API.
 """
 
 from __future__ import annotations
@@ -359,18 +358,17 @@ class MlflowBackend:
         info = self._client.get_run(run.run_id)
         model_id = info.data.tags.get("klear.model_id")
         if model_id is None:
-            facts = {"klear.uri": ref.uri, "klear.fingerprint": ref.fingerprint}
-            experiment_id = info.info.experiment_id
+            tags = {"klear.uri": ref.uri, "klear.fingerprint": ref.fingerprint}
             with _tracked_at(self._client.tracking_uri):
-                model = mlflow.create_external_model(
-                    name=stage, source_run_id=run.run_id, tags=facts, params=facts, experiment_id=experiment_id
-                )
-            model_id = model.model_id
+                model_id = mlflow.create_external_model(
+                    name=stage, source_run_id=run.run_id, tags=tags, params=tags, experiment_id=info.info.experiment_id
+                ).model_id
             self._client.set_tag(run.run_id, "klear.model_id", model_id)
         # A run's page lists its outputs, not the models whose `source_run_id` it is. MLflow refuses one that it has.
         for run_id in (run.run_id, run.parent_id):
             outputs = self._client.get_run(run_id).outputs
-            if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else ())}:
+            known = outputs.model_outputs if outputs else []
+            if all(output.model_id != model_id for output in known):
                 self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
 
 
