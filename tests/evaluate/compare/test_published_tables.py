@@ -71,6 +71,18 @@ def test_collapses_on_stale_samples_that_plan_warns_of_are_those_of_the_runs() -
     assert fisher_exact_p((8, 0), (8, 8)) == pytest.approx(2 / math.comb(16, 8))
 
 
+def test_the_page_of_distillation_has_the_scores_of_its_runs_by_seed() -> None:
+    """The teachers' scores, its last column, are of evaluations that are not kept."""
+    page = (ROOT / "docs/data/opd.md").read_text()
+    runs = read_cells(ROOT / "docs/data/distillation.jsonl")
+    for seed in load_ablation(ROOT / "configs/ablations/distillation.toml").seeds:
+        of_seed = {r.variant: r.result for r in runs if r.seed == seed}
+        (before,) = {result.before for result in of_seed.values()}
+        after = [of_seed[name].after for name in ("rl", "opd", "opd_rl", "opd_other", "opd_other_rl")]
+        assert before is not None
+        assert f"\n| {seed} | " + " | ".join(f"{100 * score:.1f}" for score in (before, *after)) + " | " in page
+
+
 def test_the_difference_at_own_rates_is_computed_from_the_runs() -> None:
     """Rates were chosen on other seeds: 1e-4 for the paper's loss, 2e-4 for clipping."""
     paper = {r.seed: r.result.after for r in read_cells(ROOT / "docs/data/rates.jsonl") if r.learning_rate == 1e-4}
