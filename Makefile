@@ -11,7 +11,10 @@ GSM8K  ?= gsm8k
 VLLM_TESTS := tests/generate/test_vllm_engine.py tests/generate/test_vllm_families.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py tests/distill/teachers/test_vllm_teacher.py
 BIN    := $(VENV)/bin
 LOCKS  := infra/locks
-LOCK    = $(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.11 --no-header --no-annotate $(UPGRADE)
+# a lock that stays as it was keeps its time, too: a later file is a reason to install everything again
+LOCK    = cp $(LOCKS)/$(1) $(VENV)/$(1) && \
+	$(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.11 --no-header --no-annotate $(UPGRADE) $(2:%=--extra %) -o $(VENV)/$(1) && \
+	{ cmp -s $(VENV)/$(1) $(LOCKS)/$(1) || cp $(VENV)/$(1) $(LOCKS)/$(1); }
 
 .PHONY: help demo smol desk-ci test test-slow test-vllm test-adam8bit drills lint setup gpu locks newest sandbox vllm-alone clean
 
@@ -72,8 +75,8 @@ gpu: $(VENV)/bin/python
 
 # what pyproject.toml says, resolved without installing it; pins stay as they are where they may, with UPGRADE=--upgrade they do not
 locks: $(VENV)/.installed-dev
-	$(LOCK) --extra dev --extra adam8bit --extra bench --extra cluster --extra servers -o $(LOCKS)/cpu.txt
-	$(LOCK) --extra gpu --extra cluster --extra s3 -o $(LOCKS)/gpu.txt
+	$(call LOCK,cpu.txt,dev adam8bit bench cluster servers)
+	$(call LOCK,gpu.txt,gpu cluster s3)
 
 # the newest versions that pyproject.toml allows, without a lock
 newest:
