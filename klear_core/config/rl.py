@@ -60,7 +60,7 @@ class PromptFilterConfig(Settings):
 
 class CurriculumConfig(Settings):
     """Drawing of prompts by the probability that the answers of their group will be right and wrong. The values are
-    ours; no grid has compared them yet."""
+    ours; the grid `curriculum` shows no gain where three quarters of uniformly drawn groups are informative."""
 
     half_life_steps: float = Field(default=20.0, gt=0)
     """RL steps after which a remembered answer counts half, because the policy has changed since."""
