@@ -329,10 +329,10 @@ class RlConfig(Settings):
             return ""
         age, num_seeds = (16, 8) if self.max_staleness >= 16 else (4, 3)
         return (
-            f'max_staleness = {self.max_staleness} with loss.kind = "gppo" and beta_low = {loss.beta_low:g}: on samples '
-            f"{age} versions old, of 16 updates each, a tiny model collapsed with it on {num_seeds} of 8 seeds, at a rate "
-            'at which it did on none, also 16 versions old, with loss.kind = "m2po" or loss.preset = "ce_gppo"; take one '
-            "of these (docs/ablations.md)"
+            f'max_staleness = {self.max_staleness} with loss.kind = "gppo" and beta_low = {loss.beta_low:g}: on '
+            f"samples {age} versions old, of 16 updates each, a tiny model collapsed with it on {num_seeds} of 8 "
+            'seeds, at a rate at which it did on none, also 16 versions old, with loss.kind = "m2po" or '
+            'loss.preset = "ce_gppo"; take one of these (docs/ablations.md)'
         )
 
     @property

@@ -68,7 +68,9 @@ def test_collapses_on_stale_samples_that_plan_warns_of_are_those_of_the_runs() -
     runs = [*read_cells(ROOT / "docs/data/stale.jsonl"), *read_cells(ROOT / "docs/data/stale_others.jsonl")]
     collapsed = Counter(r.variant for r in runs if r.collapsed)
     assert collapsed == {"gppo_16_hot": 8, "gppo_16": 1, "gppo_4": 3}
-    assert {r.learning_rate for r in runs if r.variant in {"gppo_4", "gppo_16_hot", "m2po_16", "ce_gppo_16"}} == {2.5e-5}
+    assert {r.learning_rate for r in runs if r.variant in {"gppo_4", "gppo_16_hot", "m2po_16", "ce_gppo_16"}} == {
+        2.5e-5
+    }
     assert fisher_exact_p((8, 0), (8, 8)) == pytest.approx(2 / math.comb(16, 8))
 
 
