@@ -325,14 +325,17 @@ class RlConfig(Settings):
     def stale_risk(self) -> str:
         """Return a sentence if the loss meets samples as old as those on which it collapsed; else nothing."""
         loss = self.loss
-        if self.max_staleness < 4 or not isinstance(loss, GppoConfig) or loss.beta_low <= 0.5:
+        if self.max_staleness < 4 or self.old_logps == "learner":
+            return ""
+        if not isinstance(loss, GppoConfig) or loss.beta_low <= 0.5:
             return ""
         age, num_seeds = (16, 8) if self.max_staleness >= 16 else (4, 3)
         return (
-            f'max_staleness = {self.max_staleness} with loss.kind = "gppo" and beta_low = {loss.beta_low:g}: on '
-            f"samples {age} versions old, of 16 updates each, a tiny model collapsed with it on {num_seeds} of 8 "
-            'seeds, at a rate at which it did on none, also 16 versions old, with loss.kind = "m2po" or '
-            'loss.preset = "ce_gppo"; take one of these (docs/ablations.md)'
+            f'max_staleness = {self.max_staleness} with loss.kind = "gppo", beta_low = {loss.beta_low:g} and '
+            f'old_logps = "sampler": on samples {age} versions old, of 16 updates each, a tiny model collapsed with it '
+            f"on {num_seeds} of 8 seeds, at a rate at which it did on none, also 16 versions old, with "
+            'loss.kind = "m2po", with loss.preset = "ce_gppo", or with old_logps = "learner" and '
+            "mismatch.truncate_at = 2; take one of these (docs/ablations.md)"
         )
 
     @property

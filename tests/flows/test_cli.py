@@ -115,9 +115,12 @@ def test_a_plan_warns_of_a_loss_that_collapsed_on_samples_as_old(klear, tmp_path
     for age, seeds in (4, "3 of 8"), (16, "8 of 8"):
         old = (*where, "--set", f"rl.max_staleness={age}")
         warned = klear("plan", "smoke", *old).out
-        assert f'stale samples: rl.max_staleness = {age} with loss.kind = "gppo" and beta_low = 1' in warned
+        assert (
+            f'stale samples: rl.max_staleness = {age} with loss.kind = "gppo", beta_low = 1 and old_logps = "sampler"'
+            in warned
+        )
         assert f"{age} versions old, of 16 updates each, a tiny model collapsed with it on {seeds} seeds" in warned
-    for loss in ("rl.loss.kind=m2po", "rl.loss.preset=ce_gppo"):
+    for loss in ("rl.loss.kind=m2po", "rl.loss.preset=ce_gppo", "rl.old_logps=learner"):
         assert "stale samples:" not in klear("plan", "smoke", *old, "--set", loss).out
 
 
