@@ -64,13 +64,18 @@ def test_the_runs_are_those_of_the_grid_each_once(file: Path) -> None:
 
 
 def test_collapses_on_stale_samples_that_plan_warns_of_are_those_of_the_runs() -> None:
-    """GPPO's plain form collapses at the rate at which M2PO and CE-GPPO do not; at half of it, on one seed of 16 versions."""
-    runs = [*read_cells(ROOT / "docs/data/stale.jsonl"), *read_cells(ROOT / "docs/data/stale_others.jsonl")]
+    """GPPO's plain form collapses at the rate at which M2PO, CE-GPPO and the learner's log-probs do not."""
+    runs = [
+        run
+        for name in ("stale", "stale_others", "stale_old_logps")
+        for run in read_cells(ROOT / f"docs/data/{name}.jsonl")
+    ]
     collapsed = Counter(r.variant for r in runs if r.collapsed)
-    assert collapsed == {"gppo_16_hot": 8, "gppo_16": 1, "gppo_4": 3}
-    assert {r.learning_rate for r in runs if r.variant in {"gppo_4", "gppo_16_hot", "m2po_16", "ce_gppo_16"}} == {
-        2.5e-5
-    }
+    at_half_the_rate = {"gppo_16": 1}
+    reused = {"sampler_4": 3, "sampler_16": 8}
+    assert collapsed == {"gppo_16_hot": 8, "gppo_4": 3, **at_half_the_rate, **reused}
+    compared = {"gppo_4", "gppo_16_hot", "m2po_4", "m2po_16", "ce_gppo_16", "learner_4", "learner_16"}
+    assert {(r.variant, r.learning_rate) for r in runs if r.variant in compared} == {(v, 2.5e-5) for v in compared}
     assert fisher_exact_p((8, 0), (8, 8)) == pytest.approx(2 / math.comb(16, 8))
 
 
