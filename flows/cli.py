@@ -340,9 +340,9 @@ def main() -> None:
     except KlearError as e:
         errors.print(f"[bold red]error:[/] {escape(str(e))}")
         sys.exit(2 if e.is_permanent else 1)
-    except SystemExit as e:
+    except (SystemExit, KeyboardInterrupt) as e:  # click exits for an interrupt, unless a second one follows
         causes = tuple(chain_of(e))
-        for kind, status in ((Requeued, REQUEUE_STATUS), (LimitReached, LIMIT_STATUS)):
+        for kind, status in ((Requeued, REQUEUE_STATUS), (LimitReached, LIMIT_STATUS), (KeyboardInterrupt, 130)):
             if any(isinstance(cause, kind) for cause in causes):
                 sys.exit(status)
         raise

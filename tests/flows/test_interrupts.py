@@ -7,6 +7,8 @@ import sys
 import pytest
 from klear_command import ROOT
 
+from klear_core.stopping import REQUEUE_STATUS
+
 SCRIPT = """
 import signal, sys, time
 from flows.process import reliable_interrupts
@@ -141,3 +143,41 @@ def test_an_interrupt_in_an_exit_handler_ends_the_process_at_once_and_without_a_
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (128 + number, "", "")
+
+
+TWO_SIGNALS = """
+import io, signal, sys
+from flows.cli import main
+from flows.process import reliable_interrupts
+
+class Signalling(io.StringIO):
+    def write(self, text):
+        if sys.getprofile() is None:
+            sys.setprofile(profile)
+            signal.raise_signal(first)
+
+def profile(frame, event, _):
+    if event == "call" and frame.f_code is reliable_interrupts.__wrapped__.__code__:  # its block has ended
+        sys.setprofile(None)
+        signal.raise_signal(second)
+
+first, second = (int(sys.argv.pop()) for _ in range(2))
+sys.stdout = Signalling()
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, 130),
+        (signal.SIGINT, signal.SIGTERM, 130),
+        (signal.SIGUSR1, signal.SIGTERM, REQUEUE_STATUS),
+    ],
+)
+def test_a_second_signal_while_the_first_ends_a_command_leaves_no_traceback(
+    first: signal.Signals, second: signal.Signals, status: int
+) -> None:
+    command = [sys.executable, "-c", TWO_SIGNALS, "--help", str(int(second)), str(int(first))]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert (ended.returncode, ended.stderr) == (status, "")
