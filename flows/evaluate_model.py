@@ -488,7 +488,7 @@ def _fetched(found: FoundModel, which: str, root: Path) -> Path:
 def _downloaded(published: HubModelConfig, which: str, root: Path) -> Path:
     """Return the folder of a model of the Hub, downloaded into the Hub's cache unless it is there."""
     try:
-        check_model(published)
+        check_model(published, is_trained=False)
     except ConfigError as e:
         raise ConfigError(f"no artifact {which!r} under {root}; and as a model of the Hub: {e}") from e
     with shown_progress(published.repo) as show:

@@ -106,8 +106,10 @@ def _loophole_lines(config: PipelineConfig, chosen: Collection[str] | None) -> I
 def _stale_lines(config: PipelineConfig, chosen: Collection[str] | None) -> Iterator[str]:
     """Yield a line for each of the chosen stages whose loss collapsed on samples as old as it may meet."""
     for section, rl in _rl_settings(config, chosen):
-        if rl.stale_risk:
-            yield f"{section}.{rl.stale_risk}"
+        if risk := rl.stale_risk(rl.max_staleness):
+            yield f"{section}.max_staleness = {rl.max_staleness} and {risk}"
+    if config.opd and (chosen is None or "opd" in chosen) and (risk := config.opd.stale_risk):
+        yield f"opd.teacher.top_k = 0, opd.train.num_steps = {config.opd.train.num_steps} and {risk}"
 
 
 def _rl_settings(config: PipelineConfig, chosen: Collection[str] | None) -> Iterator[tuple[str, RlConfig]]:

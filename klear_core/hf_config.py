@@ -52,6 +52,10 @@ class HfConfig(BaseModel):
     logits_scaling: float | None = None
     num_experts: int = 0
     """The most experts that any key of the file states, also within another such as `text_config`."""
+    num_experts_per_tok: int | None = None
+    """Experts that a token uses."""
+    moe_intermediate_size: int | None = None
+    """Width of an expert; None: `intermediate_size`, as in Mixtral."""
     mamba_d_conv: int | None = None
     """Width of the convolution in state-space layers, which stand beside or in place of attention."""
 
@@ -76,12 +80,26 @@ class HfConfig(BaseModel):
         return float(self.rope.get("rope_theta") or self.rope_theta or 10_000.0)
 
     @property
+    def mlp_size(self) -> int:
+        """Width of a layer's MLP: of a mixture that of all experts, as if each layer were one."""
+        if self.num_experts <= 1:
+            return self.intermediate_size
+        return self.num_experts * (self.moe_intermediate_size or self.intermediate_size)
+
+    @property
+    def idle_mlp_size(self) -> int:
+        """Width of the experts that a token does not use; 0 if the file does not say how many it uses."""
+        if self.num_experts <= 1 or not self.num_experts_per_tok:
+            return 0
+        return self.mlp_size * (self.num_experts - self.num_experts_per_tok) // self.num_experts
+
+    @property
     def num_params(self) -> int:
         """Number of weights in all matrices; the norms, a hundred-thousandth, are left out."""
         heads = self.num_attention_heads
         kv_heads = self.num_key_value_heads or heads
         head_dim = self.head_dim or self.hidden_size // heads
-        layer = head_dim * (2 * heads + 2 * kv_heads) * self.hidden_size + 3 * self.hidden_size * self.intermediate_size
+        layer = head_dim * (2 * heads + 2 * kv_heads) * self.hidden_size + 3 * self.hidden_size * self.mlp_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * layer
 
@@ -232,7 +250,7 @@ def _config_of_gguf(header: GgufHeader) -> HfConfig:
 
 
 def check_architecture(folder: Path) -> None:
-    """Raise ConfigError for features that Klear's packed forward pass would silently leave out.
+    """Raise ConfigError for features that Klear's packed forward pass would silently leave out of a trained model.
 
     They are scaled logits or attention, attention other than full or sliding, state-space layers, and positions that
     depend on the batch.

@@ -112,7 +112,9 @@ def given_model(job: data.GivenModelJob, _: Inputs, *, workdir: Path, telemetry:
     """Make a pointer to a model in a folder or in the Hub's cache, which is downloaded first. Takes no inputs."""
     from klear_core.train.base_model import take_model
 
-    return take_model(job.model(), licence=job.given_facts().licence, workdir=workdir, telemetry=telemetry)
+    licence = job.given_facts().licence
+    # the preflight knows whether it is to be trained, and so does who trains it
+    return take_model(job.model(), licence=licence, is_trained=False, workdir=workdir, telemetry=telemetry)
 
 
 # ---- traces ----

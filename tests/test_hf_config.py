@@ -9,6 +9,7 @@ from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.train import HfModelConfig
 from klear_core.errors import ConfigError
+from klear_core.generate.model_size import known_size, size_of_hf
 from klear_core.hf_config import read_hf_config
 from klear_core.pipeline.costs.estimate import estimate
 from klear_core.pipeline.preflight.checks import problems_with
@@ -65,3 +66,21 @@ def test_plan_and_preflight_say_what_is_wrong_with_the_model_and_go_on(tmp_path:
 def test_the_window_of_the_settings_raises_that_of_the_folder_and_never_lowers_it(tmp_path: Path) -> None:
     config = read_hf_config(write_config(tmp_path, json.dumps(QWEN3)))
     assert (config.window(None), config.window(1024), config.window(128)) == (512, 1024, 512)
+
+
+def test_of_a_mixture_a_token_uses_a_few_experts(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B: 30 billion weights of which 3 are active, as its name says."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    mixture = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144}
+    config = {**QWEN3, **sizes, **mixture, "model_type": "qwen3_moe", "vocab_size": 151_936, "head_dim": 128}
+    folder = write_config(tmp_path, json.dumps(config | {"tie_word_embeddings": False}))
+    size = size_of_hf(read_hf_config(folder))
+    assert size == known_size("Qwen/Qwen3-30B-A3B-Thinking-2507")
+    assert size.num_params == read_hf_config(folder).num_params == pytest.approx(30.5e9, rel=0.01)
+    assert size.embedding_params + 48 * size.active_layer_params == pytest.approx(3.3e9, rel=0.02)
+    mixtral = {"num_local_experts": 8, "moe_intermediate_size": None, "intermediate_size": 14_336}
+    of_mixtral = read_hf_config(
+        write_config(tmp_path / "mixtral", json.dumps(config | mixtral | {"num_experts": None}))
+    )
+    assert of_mixtral.mlp_size == 8 * 14_336
+    assert of_mixtral.idle_mlp_size == 0  # 8 of 8

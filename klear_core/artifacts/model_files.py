@@ -114,8 +114,9 @@ def weight_files(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if name.startswith("model") and name.endswith(".safetensors"))
 
 
-def check_model(model: PublishedModel) -> None:
-    """Raise ConfigError if a model cannot be used, before anything is spent.
+def check_model(model: PublishedModel, *, is_trained: bool = True) -> None:
+    """Raise ConfigError if a model cannot be used, before anything is spent. One that is not trained here may have
+    what only vLLM computes, such as experts.
 
     Of a model of the Hub that is not here, the names of its files and its config.json are fetched.
     """
@@ -125,19 +126,22 @@ def check_model(model: PublishedModel) -> None:
         repo = repo_of(model)
         _published(repo)  # for its errors: no such repository, or files missing in it
         fetch_small(repo)
-        check_architecture(repo.folder)
+        if is_trained:
+            check_architecture(repo.folder)
         check_model_type(repo.folder)
     else:
-        check_folder(folder_of(model))
+        check_folder(folder_of(model), is_trained=is_trained)
 
 
-def check_folder(folder: Path) -> list[str]:
-    """Return the names of the files that make up the model in a folder; raise ConfigError if it is none."""
+def check_folder(folder: Path, *, is_trained: bool = True) -> list[str]:
+    """Return the names of the files that make up the model in a folder; raise ConfigError if it is none, or if it is
+    to be trained and cannot be."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; relative paths are taken from {Path.cwd()}")
     present = _names_in(folder)
     if _CONFIG in present:  # what it says comes first: other kinds of models have other files
-        check_architecture(folder)
+        if is_trained:
+            check_architecture(folder)
         check_model_type(folder)
     names = model_files(present, at=str(folder))
     missing = _missing_shards(folder, names)

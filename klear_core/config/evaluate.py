@@ -35,6 +35,14 @@ class SamplingConfig(Settings):
     """Maximum tokens of an answer, reasoning included; longer ones are cut off. Paper: 32K in RL and evaluation
     (section 4.1), 64K with YaRN."""
 
+    @property
+    def changes_of_policy(self) -> str:
+        """Return the settings that make another distribution than the policy's at this temperature; empty if none."""
+        off = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+        return ", ".join(
+            f"{name} = {getattr(self, name):g}" for name, value in off.items() if getattr(self, name) != value
+        )
+
 
 MAX_BATCH_SIZE = {"cpu": 128, "cuda": 512}
 """Samples that decode together in the torch engine, by device, unless set."""

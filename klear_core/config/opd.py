@@ -122,6 +122,8 @@ class OpdTrainConfig(Settings):
 
     def as_rl(self, rollouts: OpdRolloutsConfig) -> RlConfig:
         """Return the settings of the learner, for answers that were sampled so."""
+        sampling = rollouts.sampling
+        of_learner = SamplingConfig(temperature=sampling.temperature, max_new_tokens=sampling.max_new_tokens)
         return RlConfig(
             num_steps=self.num_steps,
             minibatches_per_step=self.minibatches_per_step,
@@ -134,7 +136,7 @@ class OpdTrainConfig(Settings):
             max_log_ratio=self.max_log_ratio,
             dtype=self.dtype,
             rollout=RolloutConfig(
-                max_prompt_tokens=rollouts.max_prompt_tokens, sampling=rollouts.sampling, engine=rollouts.engine
+                max_prompt_tokens=rollouts.max_prompt_tokens, sampling=of_learner, engine=rollouts.engine
             ),
             runtime=RlRuntime.model_validate(self.runtime.model_dump()),
         )
@@ -151,6 +153,13 @@ class OpdConfig(Settings):
     then_rl: bool = True
     """Go on with RL; false ends the pipeline with the distilled model."""
 
+    @property
+    def stale_risk(self) -> str:
+        """Return `RlConfig.stale_risk` for the last step, whose answers are as old as the training; nothing for a
+        teacher's likeliest tokens, which are learnt without a ratio."""
+        num_updates = self.train.num_steps * self.train.minibatches_per_step
+        return "" if self.teacher.top_k else self.train.as_rl(self.rollouts).stale_risk(num_updates // 16)
+
     @model_validator(mode="after")
     def _whole_distributions_have_no_ratio(self) -> Self:
         default = OpdTrainConfig()
@@ -165,6 +174,17 @@ class OpdConfig(Settings):
     @model_validator(mode="after")
     def _the_learner_takes_them(self) -> Self:
         self.train.as_rl(self.rollouts)  # has the rules
+        return self
+
+    @model_validator(mode="after")
+    def _samplers_log_probs_are_of_the_policy(self) -> Self:
+        changes = self.rollouts.sampling.changes_of_policy
+        if changes and self.teacher.top_k == 0 and self.train.old_logps == "sampler":
+            raise ValueError(
+                f"opd.rollouts.sampling.{changes}: the sampler's log-probs are then of another distribution than the "
+                "learner's, and no ratio would be 1 before the first update; set opd.train.old_logps to 'learner', or "
+                "opd.teacher.top_k above 0, which needs no ratio"
+            )
         return self
 
     @model_validator(mode="after")

@@ -142,6 +142,13 @@ _TRUNCATE_VLLM_AT = 2.0
 """Value of the report on truncated importance sampling (fengyao.notion.site/off-policy-rl); 1.5 to 10 did alike."""
 
 
+_STALE, _VERY_STALE = 4, 16
+"""Ages of samples, in versions of 16 updates, at which GPPO collapsed on 3 and on 8 of 8 seeds
+(docs/data/stale_others.jsonl, stale.jsonl)."""
+_STEADY_BETA_LOW = 0.5
+"""The weight of CE-GPPO, which collapsed on none there."""
+
+
 class MismatchConfig(Settings):
     """Corrections where sampler and learner log-probs of the same weights differ. Needs `old_logps = "learner"`."""
 
@@ -321,22 +328,31 @@ class RlConfig(Settings):
         """Whether engines sample for later steps while the learner updates."""
         return self.max_staleness > 0 and self.rollout.mode != "delayed"
 
-    @property
-    def stale_risk(self) -> str:
-        """Return a sentence if the loss meets samples as old as those on which it collapsed; else nothing."""
+    def stale_risk(self, age: int) -> str:
+        """Return a sentence if samples that are `age` weight versions old, of 16 updates each, are as old as those on
+        which the loss collapsed, or if nobody tried these settings on them; else nothing."""
         loss = self.loss
-        if self.max_staleness < 4 or self.old_logps == "learner":
+        if age < _STALE or not isinstance(loss, GppoConfig):
             return ""
-        if not isinstance(loss, GppoConfig) or loss.beta_low <= 0.5:
+        beta_low = max(loss.beta_low, loss.schedule.beta_low if loss.schedule else 0.0)
+        if beta_low <= _STEADY_BETA_LOW:
             return ""
-        age, num_seeds = (16, 8) if self.max_staleness >= 16 else (4, 3)
-        return (
-            f'max_staleness = {self.max_staleness} with loss.kind = "gppo", beta_low = {loss.beta_low:g} and '
-            f'old_logps = "sampler": on samples {age} versions old, of 16 updates each, a tiny model collapsed with it '
-            f"on {num_seeds} of 8 seeds, at a rate at which it did on none, also 16 versions old, with "
-            'loss.kind = "m2po", with loss.preset = "ce_gppo", or with old_logps = "learner" and '
-            "mismatch.truncate_at = 2; take one of these (docs/ablations.md)"
-        )
+        of = f'loss.kind = "gppo" with beta_low = {beta_low:g} and old_logps = "{self.old_logps}"'
+        remedies = 'loss.kind = "m2po", or loss.preset = "ce_gppo"'
+        collapse_age, num_seeds = (_VERY_STALE, 8) if age >= _VERY_STALE else (_STALE, 3)
+        if self.old_logps == "sampler":
+            if age < _VERY_STALE:
+                remedies += ', or old_logps = "learner" with mismatch.truncate_at = 2'
+            return (
+                f"{of}: on samples {collapse_age} versions old, of 16 updates each, a tiny model collapsed with it on "
+                f"{num_seeds} of 8 seeds, at a rate at which it did on none with {remedies}; take one of these "
+                "(docs/ablations.md)"
+            )
+        if age >= _VERY_STALE:
+            return f"{of} gained nothing on samples that old; take {remedies} (docs/ablations.md)"
+        if self.truncate_at is None:
+            return f"{of} was not tried without mismatch.truncate_at on samples that old; set it to 2"
+        return ""
 
     @property
     def num_cpus(self) -> int:
@@ -354,6 +370,16 @@ class RlConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _entropy_bonus_starts_within_its_bound(self) -> RlConfig:
+        target = self.entropy_target
+        if target is not None and self.entropy_coef > target.max_coef:
+            raise ValueError(
+                f"entropy_coef = {self.entropy_coef:g}, from which it adapts, is above entropy_target.max_coef = "
+                f"{target.max_coef:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _mismatch_needs_learner_logps(self) -> RlConfig:
         corrects = isinstance(self.mismatch.truncate_at, float) or self.mismatch.max_sequence_ratio is not None
         if corrects and self.old_logps != "learner":
@@ -362,17 +388,10 @@ class RlConfig(Settings):
 
     @model_validator(mode="after")
     def _samplers_log_probs_are_of_the_policy(self) -> RlConfig:
-        sampling = self.rollout.sampling
-        changes: list[str] = []
-        if sampling.top_p != 1:
-            changes.append(f"top_p = {sampling.top_p:g}")
-        if sampling.top_k != 0:
-            changes.append(f"top_k = {sampling.top_k:g}")
-        if sampling.repetition_penalty != 1:
-            changes.append(f"repetition_penalty = {sampling.repetition_penalty:g}")
+        changes = self.rollout.sampling.changes_of_policy
         if self.old_logps == "sampler" and changes:
             raise ValueError(
-                f"old_logps = 'sampler' with rollout.sampling.{', '.join(changes)}: the sampler's log-probs are then "
+                f"old_logps = 'sampler' with rollout.sampling.{changes}: the sampler's log-probs are then "
                 "of another distribution than the learner's, and no ratio would be 1 before the first update; "
                 "set old_logps to 'learner'"
             )

@@ -75,8 +75,8 @@ async def score(
 
     With `num_top` it also has that many of the model's likeliest tokens at each place, the likeliest first. Log-probs
     are those of `log_softmax(logits / temperature)`, as the learner's. Raise ValueError if prompt and answer do
-    not leave room for one more token, or if the engine cannot score at this temperature: vLLM and endpoints can at 1
-    alone.
+    not fit the window (ours), or leave no room there for one more token (the others), or if the engine cannot score at
+    this temperature: vLLM and endpoints can at 1 alone.
     """
     params = SamplingParams(
         num_samples=1,

@@ -18,7 +18,7 @@ _BYTE_VOCAB = 320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """The sizes of a dense decoder."""
+    """The sizes of a decoder."""
 
     vocab_size: int
     hidden_size: int
@@ -27,10 +27,13 @@ class ModelSize:
     num_kv_heads: int
     head_dim: int
     mlp_size: int
+    """Width of the MLP, or of all experts of a mixture."""
     is_tied: bool
     """The LM head is the embedding's tensor."""
     is_fused: bool
     """Its norms, rotations and gates run as one compiled pass each (`train/kernels/fused.py`)."""
+    idle_mlp_size: int = 0
+    """Width of the experts that a token does not use."""
 
     @property
     def query_size(self) -> int:
@@ -51,6 +54,11 @@ class ModelSize:
     def embedding_params(self) -> int:
         """Return the weights of embedding and LM head, one matrix if they are tied."""
         return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
+
+    @property
+    def active_layer_params(self) -> int:
+        """Return the weights of a layer that a token uses."""
+        return self.layer_params - 3 * self.hidden_size * self.idle_mlp_size
 
     def adapter_params(self, rank: int) -> int:
         """Return the weights of LoRA adapters of this rank on all linear layers; fewer layers have fewer."""
@@ -97,9 +105,10 @@ def size_of_hf(config: HfConfig) -> ModelSize:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        mlp_size=config.intermediate_size,
+        mlp_size=config.mlp_size,
         is_tied=bool(config.tie_word_embeddings),
         is_fused=config.model_type == "qwen3",
+        idle_mlp_size=config.idle_mlp_size,
     )
 
 
@@ -116,6 +125,7 @@ def _size(
     *,
     is_tied: bool,
     is_fused: bool,
+    idle_mlp_size: int = 0,
 ) -> ModelSize:
     """Return a size; `heads` are query heads, key heads, and the size of a head."""
     return ModelSize(
@@ -128,10 +138,14 @@ def _size(
         mlp_size=mlp_size,
         is_tied=is_tied,
         is_fused=is_fused,
+        idle_mlp_size=idle_mlp_size,
     )
 
 
 _QWEN3_8B = _size(151_936, 4096, 36, (32, 8, 128), 12_288, is_tied=False, is_fused=True)
+_QWEN3_30B_A3B = _size(
+    151_936, 2048, 48, (32, 4, 128), 128 * 768, is_tied=False, is_fused=False, idle_mlp_size=120 * 768
+)
 _QWEN25_7B = _size(152_064, 3584, 28, (28, 4, 128), 18_944, is_tied=False, is_fused=False)
 
 # From the config.json of each model's repository.
@@ -142,6 +156,8 @@ _SIZES = {
     "qwen3-8b": _QWEN3_8B,
     "qwen3-14b": _size(151_936, 5120, 40, (40, 8, 128), 17_408, is_tied=False, is_fused=True),
     "qwen3-32b": _size(151_936, 5120, 64, (64, 8, 128), 25_600, is_tied=False, is_fused=True),
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "qwen3-30b-a3b-thinking-2507": _QWEN3_30B_A3B,
     "klear-reasoner-8b": _QWEN3_8B,
     "klear-reasoner-8b-sft": _QWEN3_8B,
     "qwen2.5-1.5b": _size(151_936, 1536, 28, (12, 2, 128), 8960, is_tied=True, is_fused=False),
@@ -237,7 +253,8 @@ def step_seconds(
     weights = size.num_params * VALUE_BYTES[engine.dtype]
     reading_s = (weights + cached_tokens * _token_bytes(size, engine)) / bandwidth
     # A large batch is bound by arithmetic: two operations per weight and token.
-    computing_s = 2 * size.num_params * batch / (hardware.peak_tflops * 1e12 * _DECODING_PRODUCTS * ranks)
+    active = size.embedding_params + size.num_layers * size.active_layer_params
+    computing_s = 2 * active * batch / (hardware.peak_tflops * 1e12 * _DECODING_PRODUCTS * ranks)
     return max(reading_s, computing_s)
 
 

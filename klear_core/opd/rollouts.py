@@ -17,6 +17,7 @@ from klear_core.errors import DataError, ResourceError
 from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.generate.factory import EngineSpec, LongestFirst, Sampler, StartSampler, running, start_here
 from klear_core.generate.pool import expect
+from klear_core.hf_config import FolderTokenizer
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.prompts import load_tokenizer, render_prompt
 from klear_core.seeding import seed_for
@@ -74,9 +75,10 @@ def sample_rollouts(
     if not all(shard.is_done for shard in shards):
         asyncio.run(run())
     num_tokens = num_cut = 0
+    stop_ids = FolderTokenizer(folder).stop_ids
     for sample in read_shards(workdir / ROLLOUTS, TrainSample):
         num_tokens += sample.num_loss_tokens
-        num_cut += sample.num_loss_tokens == cfg.sampling.max_new_tokens
+        num_cut += sample.token_ids[-1] not in stop_ids  # at the limit, or at the end of the window
     counts = {"prompts": len(chosen.prompts), "answers": len(answers), "sampled_tokens": num_tokens, "cut": num_cut}
     return StageSummary(counts=counts, ledger=(chosen.ledger,), seeds={"opd_rollouts": seed})
 

@@ -418,14 +418,18 @@ def teacher_notes(config: PipelineConfig) -> Iterator[str]:
         "rl_teacher": config.rl_teacher,
     }
     for key, teacher in teachers.items():
-        # one that is trained here learned the same traces
-        if teacher and isinstance(teacher.source, GivenTeacher) and not config.given.evaluate:
-            note = _teacher_note(config, key, teacher.source.model.as_model())
+        if teacher and not config.given.evaluate:
+            source = teacher.source
+            note = _teacher_note(config, key, source.model.as_model() if isinstance(source, GivenTeacher) else None)
             yield from [note] if note else []
 
 
-def _teacher_note(config: PipelineConfig, key: str, model: PublishedModel) -> str:
-    name, traces = origin_of(model), config.distill.teacher
+def _teacher_note(config: PipelineConfig, key: str, model: PublishedModel | None) -> str:
+    """Return the warning of a teacher, None being one that is trained here; empty if it made the traces, or learned
+    them, too."""
+    if model is None and config.given.sft is None:
+        return ""
+    name, traces = origin_of(model) if model else "trained on other traces, those of distill", config.distill.teacher
     if config.given.sft is not None or config.given.distill is not None:
         made_by = "whoever made the given traces, which nothing here tells"
         if config.given.sft is not None:

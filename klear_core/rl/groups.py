@@ -122,8 +122,8 @@ def _uninformative(usable: Sequence[Rollout], cfg: RlConfig) -> str | None:
         return "too_hard"
     if accuracy > limits.max_accuracy:
         return "too_easy"
-    # Without an advantage the policy term has no gradient.
-    if limits.zero_advantage == "reward" and not has_advantage(usable, cfg):
+    # Without an advantage the policy term has no gradient, unless a teacher adds to it.
+    if limits.zero_advantage == "reward" and cfg.distill is None and not has_advantage(usable, cfg):
         return "zero_advantage"
     if limits.zero_advantage == "accuracy" and len(set(accuracies)) == 1:
         return "same_accuracy"

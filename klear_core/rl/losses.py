@@ -134,7 +134,7 @@ class TokenLoss:
     """Tokens with a positive advantage and a ratio above the clip range."""
     clipped_N: Tensor
     """Tokens whose weight the loss bounds, decays or removes: `low | high | dual`; in cispo for any sign of A, in gspo
-    and trm all tokens of a row; in m2po and dppo the masked ones."""
+    and trm all tokens of a row; in m2po and dppo the masked ones. Also those that `max_negative_kl` masks."""
     dual_N: Tensor
     """Tokens with a negative advantage capped by the dual clip; in aspo of both signs."""
     erc_N: Tensor
@@ -400,6 +400,7 @@ def _off_policy_masked(
         token,
         surrogate_N=token.surrogate_N * ~masked_N,
         weight_N=token.weight_N * ~masked_N,
+        clipped_N=token.clipped_N | masked_N,
         masked_N=token.masked_N | masked_N,
     )
 

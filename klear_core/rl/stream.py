@@ -285,12 +285,12 @@ class Curriculum:
         known = self.known(problem_id)
         a, b = prior[0] + known.right, prior[1] + known.judged - known.right
         weight = informative(a, b, self._num_samples)
-        if problem_id not in self._tags:
-            seen = self._seen.get(problem_id)
-            if seen is None:
-                return "new", weight
-            if seen.judged == 0:  # not `known`, which rounds to 0 after a thousand half-lives
-                return "unusable", weight
+        seen = self._seen.get(problem_id)
+        if seen is None and problem_id not in self._tags:
+            return "new", weight
+        # Whatever its tag says. Not `known`, which rounds to 0 after a thousand half-lives.
+        if seen is not None and seen.judged == 0:
+            return "unusable", weight
         if weight >= self._cfg.admit:
             return "mixed", weight
         return ("easy" if a > b else "hard"), weight

@@ -45,10 +45,13 @@ def prepare_base(cfg: ModelConfig, *, seed: int, workdir: Path, telemetry: Telem
     return take_model(cfg, licence="", workdir=workdir, telemetry=telemetry)
 
 
-def take_model(cfg: PublishedModel, *, licence: str, workdir: Path, telemetry: Telemetry) -> StageSummary:
+def take_model(
+    cfg: PublishedModel, *, licence: str, is_trained: bool = True, workdir: Path, telemetry: Telemetry
+) -> StageSummary:
     """Write `workdir/model.json`, a pointer to a model that exists; download it first if it is from the Hub.
 
-    A GGUF file is dequantised into `workdir/model`.
+    A GGUF file is dequantised into `workdir/model`. ConfigError if the model has an architecture that cannot be trained
+    and `is_trained`.
 
     The summary records where it is from, its licence (that of its card unless given) and a checksum of each of its
     files.
@@ -57,11 +60,11 @@ def take_model(cfg: PublishedModel, *, licence: str, workdir: Path, telemetry: T
         return _take_gguf(cfg, licence=licence, workdir=workdir, telemetry=telemetry)
     if isinstance(cfg, HubModelConfig):
         folder = download(cfg, partial(_show_download, telemetry)).resolve()
-        names = check_folder(folder)
+        names = check_folder(folder, is_trained=is_trained)
         checksums = check_content(repo_of(cfg), names)
     else:
         folder = Path(cfg.path).resolve()
-        names = check_folder(folder)
+        names = check_folder(folder, is_trained=is_trained)
         checksums = dict(zip(names, hash_all([folder / name for name in names]), strict=True))
     summary = _point_to(folder, cfg.max_position_embeddings, workdir)
     files = [FileRecord(path=n, size=(folder / n).stat().st_size, sha256=checksums[n]) for n in names]

@@ -116,12 +116,16 @@ def test_a_plan_warns_of_a_loss_that_collapsed_on_samples_as_old(klear, tmp_path
         old = (*where, "--set", f"rl.max_staleness={age}")
         warned = klear("plan", "smoke", *old).out
         assert (
-            f'stale samples: rl.max_staleness = {age} with loss.kind = "gppo", beta_low = 1 and old_logps = "sampler"'
+            f'stale samples: rl.max_staleness = {age} and loss.kind = "gppo" with beta_low = 1 and old_logps = "sampler"'
             in warned
         )
         assert f"{age} versions old, of 16 updates each, a tiny model collapsed with it on {seeds} seeds" in warned
-    for loss in ("rl.loss.kind=m2po", "rl.loss.preset=ce_gppo", "rl.old_logps=learner"):
+    for loss in ("rl.loss.kind=m2po", "rl.loss.preset=ce_gppo"):
         assert "stale samples:" not in klear("plan", "smoke", *old, "--set", loss).out
+    distilled = ("--set", "opd.then_rl=false", "--set", "opd.train.num_steps=64")
+    assert "stale samples:" not in klear("plan", "smoke", *where, *distilled).out
+    warned = klear("plan", "smoke", *where, *distilled, "--set", "opd.teacher.top_k=0").out
+    assert "stale samples: opd.teacher.top_k = 0, opd.train.num_steps = 64 and loss.kind" in warned
 
 
 def test_a_dry_run_shows_the_plan_and_makes_nothing(klear, tmp_path):

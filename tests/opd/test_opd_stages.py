@@ -109,6 +109,21 @@ def test_teachers_score_the_answers_of_their_domain_and_the_student_learns_from_
         answers_of(rollouts, only_math, Domain.CODE)
 
 
+def test_an_answer_that_ends_at_the_window_is_scored_to_its_last_token(student: Path, tmp_path: Path) -> None:
+    window = TINY.max_position_embeddings
+    cfg = ROLLOUTS.model_copy(update={"sampling": SamplingConfig(max_new_tokens=window), "samples_per_prompt": 1})
+    one = problem_artifact(tmp_path / "problems", [problem("q")])
+    made = sample_rollouts(cfg, model=student, problems=one, workdir=tmp_path / "rollouts")
+    (answer,) = answers_of(tmp_path / "rollouts")
+    assert len(answer.token_ids) == window
+    assert made.counts["cut"] == 1
+    score_rollouts(
+        TEACHER, student=student, teacher=student, answers=[answer], temperature=1.0, workdir=tmp_path / "scores"
+    )
+    (row,) = rows_of(tmp_path / "scores" / "scored")
+    assert row.teacher_logps == pytest.approx(row.sampler_logps, abs=1e-5)
+
+
 def learner_logps(model: Path, rows: Sequence[TrainSample], workdir: Path) -> list[list[float]]:
     """The learner's log-probs of each row's answer."""
     learner = Learner(rl_config(), model, seed=0, workdir=workdir, world=ONE)

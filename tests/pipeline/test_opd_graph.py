@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from transformers import AutoConfig
 
 from klear_core.config.load import load_profile
 from klear_core.config.opd import OpdConfig
@@ -16,7 +17,7 @@ from klear_core.config.settings import config_digest
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.plan import PendingWork, teacher_notes
-from klear_core.pipeline.preflight.model_checks import token_problems
+from klear_core.pipeline.preflight.model_checks import model_problems, token_problems
 from klear_core.train.base_model import prepare_base
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -121,7 +122,11 @@ def test_rollouts_depend_on_no_teacher_and_scores_on_no_training() -> None:
         ({"then_rl": False}, {"rl_code": {}}, "leave rl_code out"),
         ({"rollouts": {"sampling": {"temperature": 0.6}}, "teacher": {"engine": {"kind": "vllm"}}}, {}, "set it to 1"),
         ({"rollouts": {"sampling": {"temperature": 0}}}, {}, "greedy"),
-        ({"rollouts": {"sampling": {"top_p": 0.9}}}, {}, "old_logps = 'sampler'"),
+        (
+            {"rollouts": {"sampling": {"top_p": 0.9}}, "teacher": {"top_k": 0}},
+            {},
+            "set opd.train.old_logps to 'learner'",
+        ),
         ({"code_teacher": {"top_k": 5}}, {}, "opd.code_teacher.top_k = 5 and opd.teacher.top_k = 20"),
         (None, {"rl": {"distill": {}}}, "rl.distill is set, but no teacher"),
         (None, {"rl_code": {"distill": {}}}, "rl_code.distill is set, but no teacher"),
@@ -178,9 +183,13 @@ def test_a_teacher_other_than_that_of_the_traces_is_warned_of(changes: dict[str,
     assert all(f"the SFT traces are by {made_by}" in note for note in notes)
 
 
-def test_without_distillation_or_with_a_teacher_trained_here_nothing_is_warned_of() -> None:
+def test_without_distillation_or_with_a_teacher_trained_on_the_same_traces_nothing_is_warned_of() -> None:
     assert list(teacher_notes(PipelineConfig())) == []
     assert list(teacher_notes(config({}))) == []
+    (note,) = teacher_notes(config({}, given={"sft": {"path": "m"}}))  # but not on the traces of that model
+    assert note.startswith(
+        "opd.teacher is trained on other traces, those of distill, and the SFT traces are by whoever"
+    )
 
 
 def test_a_teacher_of_other_tokens_is_found_before_anything_runs(tmp_path: Path) -> None:
@@ -201,8 +210,29 @@ def test_a_teacher_of_other_tokens_is_found_before_anything_runs(tmp_path: Path)
     assert problem.startswith("opd.teacher.source.model: 1 of the student's tokens have another id")
 
 
+def test_likeliest_tokens_are_learnt_without_a_ratio_from_answers_however_sampled() -> None:
+    answers = {"sampling": {"top_p": 0.95, "top_k": 50}}
+    assert config({"rollouts": answers}).opd
+    assert config({"rollouts": answers, "teacher": {"top_k": 0}, "train": {"old_logps": "learner"}}).opd
+
+
 def test_the_laptop_profile_ends_with_the_distilled_model() -> None:
     stages = stages_of(load_profile(CONFIGS / "laptop_opd"))
     assert [stage.name for stage in stages if stage.job.makes_model][-1] == "opd"
     assert any(isinstance(stage.job, OpdScoresJob) for stage in stages)
     assert OpdConfig().train.num_steps == 150
+
+
+def test_a_teacher_may_be_a_mixture_of_experts_which_a_student_may_not(tmp_path: Path) -> None:
+    """Nobody trains a teacher: Qwen3-30B-A3B is that of configs/klear_8b_opd."""
+    prepare_base(PipelineConfig().model, seed=0, workdir=tmp_path, telemetry=NullTelemetry())
+    folder = tmp_path / "model"
+    AutoConfig.for_model("qwen3_moe").save_pretrained(folder)
+    model = {"path": str(folder)}
+    scored = {"teacher": {"source": {"kind": "given", "model": model}, "engine": {"kind": "vllm"}}, "then_rl": False}
+    student = {"given": {"sft": {"path": str(folder)}}}
+    assert list(model_problems(PendingWork.of(config(scored), None, ()))) == []
+    (problem,) = model_problems(PendingWork.of(config({"then_rl": False}, **student), None, ()))
+    assert problem.startswith(f"given.sft: {folder}/config.json: qwen3_moe is a mixture of 128 experts")
+    # only scored: no stage trains what is evaluated
+    assert list(model_problems(PendingWork.of(config(None, given={"evaluate": model}), None, ()))) == []

@@ -23,7 +23,7 @@ from klear_core.config.rewards import (
     RewardConfig,
     RlooAdvantage,
 )
-from klear_core.config.rl import RlConfig, RolloutConfig
+from klear_core.config.rl import DistillTermConfig, GroupFilterConfig, RlConfig, RolloutConfig
 from klear_core.rl.groups import keep_informative
 from klear_core.rl.rewards import (
     advantages,
@@ -185,6 +185,15 @@ def test_groups_without_an_advantage_are_dropped_by_what_the_estimator_compares(
     assert [
         len(keep_informative([soft], cfg).groups) for cfg in (RlConfig(), RlConfig(advantage=MaxRlAdvantage()))
     ] == [1, 0]
+
+
+def test_groups_without_an_advantage_are_kept_for_a_teacher() -> None:
+    """Where all answers are wrong a teacher has most to say."""
+    wrong = group(rollout(0, 0, RewardConfig()), rollout(0, 0, RewardConfig()))
+    assert not keep_informative([wrong], RlConfig()).groups
+    assert keep_informative([wrong], RlConfig(distill=DistillTermConfig())).groups
+    by_accuracy = RlConfig(distill=DistillTermConfig(), group_filter=GroupFilterConfig(zero_advantage="accuracy"))
+    assert not keep_informative([wrong], by_accuracy).groups
 
 
 def test_length_costs_as_much_as_the_group_is_right() -> None:

@@ -87,3 +87,44 @@ def test_tokens_are_corrected_for_the_mismatch_wherever_vllm_samples() -> None:
     assert RlConfig(rollout=vllm, mismatch=MismatchConfig(truncate_at=None)).truncate_at is None
     with pytest.raises(ValueError, match=r"greater than or equal to 1|'auto' or 'off'"):
         MismatchConfig(truncate_at=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"old_logps": "learner", "mismatch": {"truncate_at": 2}}, ""),  # below 16 versions
+        ({"old_logps": "learner", "mismatch": {"truncate_at": "off"}}, "was not tried without mismatch.truncate_at"),
+        ({"old_logps": "sampler"}, "collapsed with it on 3 of 8 seeds"),
+        ({"old_logps": "sampler", "loss": {"kind": "gppo", "beta_low": 0.5}}, ""),
+        ({"old_logps": "sampler", "loss": {"kind": "m2po"}}, ""),
+        (
+            {
+                "old_logps": "sampler",
+                "loss": {
+                    "kind": "gppo",
+                    "beta_low": 0,
+                    "schedule": {"start_step": 1, "end_step": 2, "beta_low": 1, "beta_high": 1},
+                },
+            },
+            "beta_low = 1",
+        ),
+    ],
+)
+def test_what_a_plan_says_of_stale_samples_is_what_was_seen_on_them(settings: dict[str, Any], told: str) -> None:
+    cfg = RlConfig.model_validate(settings)
+    assert cfg.stale_risk(3) == ""
+    assert (told in cfg.stale_risk(4)) if told else (cfg.stale_risk(4) == "")
+
+
+def test_at_16_versions_the_learners_log_probs_are_no_remedy() -> None:
+    corrected = RlConfig.model_validate({"old_logps": "learner", "mismatch": {"truncate_at": 2.0}})
+    assert 'old_logps = "learner" gained nothing' in corrected.stale_risk(16)
+    by_sampler = RlConfig(old_logps="sampler").stale_risk(16)
+    assert "8 of 8 seeds" in by_sampler
+    assert "learner" not in by_sampler
+
+
+def test_an_entropy_bonus_starts_within_its_bound() -> None:
+    with pytest.raises(ValueError, match=r"entropy_coef = 0\.5, from which it adapts, is above .*max_coef = 0\.1"):
+        RlConfig.model_validate({"entropy_coef": 0.5, "entropy_target": {}})
+    assert RlConfig.model_validate({"entropy_coef": 0.1, "entropy_target": {}})

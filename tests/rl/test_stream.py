@@ -163,6 +163,15 @@ def test_pools_follow_from_the_answers() -> None:
     assert curriculum().take(1)[0].pool == "new"
 
 
+def test_a_tagged_problem_that_cannot_be_asked_is_unusable_whatever_its_tag_says() -> None:
+    stream = curriculum(CurriculumConfig(revisit_frac=0, admit=0.4), rates={"a": (4, 8), "b": (4, 8)})
+    asked = {item.problem.problem_id: item for item in stream.take(6)}
+    stream.reject(asked["a"])
+    stream.end_step([group("c", 4, 4)])
+    found = pools(stream, 6)
+    assert (found["a"], found["b"], found["c"], found["d"]) == ("unusable", "mixed", "mixed", "new")
+
+
 def test_problems_are_drawn_in_proportion_to_their_chance_of_an_informative_group() -> None:
     """The first of three draws; c has 4 of 8 right, a all, b none. Mean 1/2; within problems (1/8 + 2/7) / 4 of 1/4."""
     memory = Memory(seen={name: Seen(right=right, judged=8, step=0) for name, right in (("a", 8), ("b", 0), ("c", 4))})

@@ -158,7 +158,8 @@ class TorchEngine:
 
     def _check_prompt(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         shape = self._model.shape
-        check_room(len(prompt_ids), params, shape.max_len)
+        # what is scored needs no room for another token
+        check_room(len(prompt_ids), params, shape.max_len + bool(params.scored_ids))
         lowest, highest = min(*prompt_ids, *params.scored_ids, 0), max(*prompt_ids, *params.scored_ids, 0)
         if lowest < 0 or highest >= shape.vocab_size:
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import assert_never
 from klear_core.config.curate import TagConfig
 from klear_core.config.distill import DistillConfig, HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.evaluate import HardwareConfig, HttpEngineConfig, VllmEngineConfig
+from klear_core.config.losses import M2poConfig
 from klear_core.config.opd import OpdRolloutsConfig, OpdTeacherConfig
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
@@ -285,7 +286,7 @@ _TRAINING_FLOPS = 6
 """Operations per weight and token: multiply and add, once forward and twice backward. Recomputation is not counted, as
 is usual for MFU."""
 _FORWARD_FLOPS = 2
-"""The same of a forward pass alone: of old log-probs in RL, and of a teacher's."""
+"""The same of a forward pass alone."""
 _ASSUMED_GPU_GB = 80.0
 """Memory of a GPU, for the size of the KV cache, where `hardware.gpu_memory_gb` is not set."""
 
@@ -370,8 +371,11 @@ def _rl_flops(rl: RlConfig, size: ModelSize) -> float:
 
 
 def training_flops(rl: RlConfig, size: ModelSize, num_tokens: int, row_tokens: int) -> float:
-    """Return the operations of updates, and of old log-probs, over so many tokens in rows of `row_tokens`."""
-    operations = _TRAINING_FLOPS + (_FORWARD_FLOPS if rl.old_logps == "learner" else 0)
+    """Return the operations of updates over so many tokens in rows of `row_tokens`, with the forward passes before
+    them: of the old policy, of the initial model, and of M2PO's cutoff."""
+    needs_old = rl.old_logps == "learner" or rl.erc is not None
+    num_forward = needs_old + (rl.kl_coef > 0) + isinstance(rl.loss, M2poConfig)
+    operations = _TRAINING_FLOPS + num_forward * _FORWARD_FLOPS
     return _flops(size, num_tokens, row_tokens, operations=operations)
 
 
@@ -396,7 +400,7 @@ def longest_sequence(use: EngineUse) -> int:
 
 def _flops(size: ModelSize, num_tokens: int, row_tokens: int, *, operations: int) -> float:
     """Return the operations of matrix products and attention over rows of `row_tokens`, as `train.flops` counts."""
-    weights = size.num_layers * size.layer_params + size.vocab_size * size.hidden_size
+    weights = size.num_layers * size.active_layer_params + size.vocab_size * size.hidden_size
     # Attention is causal, so a token attends to half of its row; it has two products, scores and weighted values.
     attention = 2 * size.num_layers * size.query_size * row_tokens / 2
     # The embedding is a look-up, so of embedding and head only the head counts, also where they are not tied.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 
 from klear_core.artifacts.model_files import check_model, folder_of, token_ids
@@ -28,7 +29,7 @@ from klear_core.cluster.placement import (
 )
 from klear_core.config.data_jobs import GivenModelJob
 from klear_core.config.evaluate import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
-from klear_core.config.opd import GivenTeacher, TrainedTeacher
+from klear_core.config.opd import GivenTeacher, OpdRolloutsConfig, OpdTeacherConfig, TrainedTeacher
 from klear_core.config.opd_jobs import OpdScoresJob
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.stage import BaseJob, EngineUse, RlJob, SftJob, Stage
@@ -52,8 +53,10 @@ def model_problems(work: PendingWork) -> Iterator[str]:
             yield from error_messages(f"model.path = {job.model.path!r}", check_model, job.model)
         elif isinstance(job.model, HubModelConfig):
             yield from error_messages("model", check_model, job.model)
+    trained = {stage.inputs.get("model") for stage in work.stages if stage.job.method()}
     for stage, given in work.needs(GivenModelJob):
-        yield from error_messages(stage.section, check_model, given.model())
+        check = partial(check_model, is_trained=stage.name in trained)
+        yield from error_messages(stage.section, check, given.model())
 
 
 def token_problems(work: PendingWork) -> Iterator[str]:
@@ -106,6 +109,7 @@ def length_problems(work: PendingWork) -> Iterator[str]:
         yield from _too_long_answers(use, use.model or work.config.start_model)
     for stage, rl_job in work.pending(RlJob):
         yield from _too_long_prompts(f"{stage.section}.rollout", rl_job.rl.rollout)
+    yield from _unscorable_answers(work)
 
 
 def _too_long_prompts(key: str, rollout: RolloutConfig) -> Iterator[str]:
@@ -118,6 +122,50 @@ def _too_long_prompts(key: str, rollout: RolloutConfig) -> Iterator[str]:
             f"{key}.max_prompt_tokens = {rollout.max_prompt_tokens} leaves no room for an answer in "
             f"{key}.engine.max_model_len = {engine.max_model_len}"
         )
+
+
+def _unscorable_answers(work: PendingWork) -> Iterator[str]:
+    """Yield a problem for each teacher whose window is shorter than the longest answer that it scores."""
+    config = work.config
+    for stage, job in work.pending(OpdScoresJob):
+        assert config.opd is not None
+        yield from _unscorable(work, f"{stage.section}.{job.teacher}", job.runtime, "opd.rollouts", config.opd.rollouts)
+    for stage, rl_job in work.pending(RlJob):
+        if rl_job.teacher and config.rl_teacher:
+            key = f"{stage.section}.rollout"
+            yield from _unscorable(work, "rl_teacher", config.rl_teacher, key, rl_job.rl.rollout)
+
+
+def _unscorable(
+    work: PendingWork,
+    key: str,
+    teacher: OpdTeacherConfig,
+    student_key: str,
+    student: OpdRolloutsConfig | RolloutConfig,
+) -> Iterator[str]:
+    source = teacher.source
+    model = source.model.as_model() if isinstance(source, GivenTeacher) else source.model
+    room, of_what = _room_of(EngineUse(key=key, engine=teacher.engine, sampling=student.sampling), model)
+    if room is None or teacher.runtime.num_engines == 0:
+        return
+    use = EngineUse(key=student_key, engine=student.engine, sampling=student.sampling)
+    students_room, _ = _room_of(use, work.config.start_model)
+    longest = student.max_prompt_tokens + student.sampling.max_new_tokens
+    needed = longest if students_room is None else min(longest, students_room)
+    needed += not isinstance(teacher.engine, TorchEngineConfig)  # the others sample a token behind what they score
+    if needed > room:
+        yield f"{key}: a window of {needed} tokens, to score answers of {student_key}, is more than {of_what}"
+
+
+def _room_of(use: EngineUse, model: ModelConfig) -> tuple[int | None, str]:
+    """Return the positions of an engine, None if they are not known, and the setting that says so."""
+    room, engine = window_of(model), use.engine
+    of_what = f"max_position_embeddings = {room}"
+    if isinstance(engine, VllmEngineConfig):
+        if engine.max_model_len is not None:
+            return engine.max_model_len, f"{use.key}.engine.max_model_len = {engine.max_model_len}"
+        room = None if room is None else engine.stretched(room)
+    return room, of_what
 
 
 def _too_long_answers(use: EngineUse, model: ModelConfig) -> Iterator[str]:

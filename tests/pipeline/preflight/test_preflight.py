@@ -262,6 +262,38 @@ def test_prompts_of_rl_must_leave_room_for_an_answer(tmp_path: Path) -> None:
     assert found(63) == []
 
 
+def test_a_teachers_window_holds_the_longest_answer_that_it_scores(tmp_path: Path) -> None:
+    """Ours to its last position; vLLM samples a token behind what it scores."""
+
+    def found(*settings: str) -> list[str]:
+        opd = ("opd.then_rl=false", "opd.rollouts.max_prompt_tokens=100", "opd.rollouts.sampling={max_new_tokens=50}")
+        return length_problems(profile(tmp_path, *opd, *settings))
+
+    of_teacher = (
+        "opd.teacher.source={kind='trained', sft={max_tokens=9}, model={kind='tiny', max_position_embeddings=%d}}"
+    )
+    assert found(of_teacher % 150) == []
+    (problem,) = found(of_teacher % 149)
+    assert problem == (
+        "opd.teacher: a window of 150 tokens, to score answers of opd.rollouts, is more than max_position_embeddings = 149"
+    )
+    vllm = "opd.teacher.engine={kind='vllm', max_model_len=%d}"
+    assert found(of_teacher % 512, vllm % 151) == []
+    (problem,) = found(of_teacher % 512, vllm % 150)
+    assert problem.startswith("opd.teacher: a window of 151 tokens")
+    assert problem.endswith("is more than opd.teacher.engine.max_model_len = 150")
+    live = ("rl.distill={}", "rl.rollout.max_prompt_tokens=100", "rl.rollout.sampling={max_new_tokens=50}")
+    of_rl = "rl_teacher.source={kind='trained', sft={max_tokens=9}, model={kind='tiny', max_position_embeddings=%d}}"
+    assert length_problems(profile(tmp_path, *live, of_rl % 150)) == []
+    (problem,) = length_problems(profile(tmp_path, *live, of_rl % 149))
+    assert problem.startswith("rl_teacher: a window of 150 tokens, to score answers of rl.rollout, is more")
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_the_teacher_of_klear_8b_opd_holds_its_answers(tmp_path: Path) -> None:
+    assert length_problems(profile(tmp_path, of="klear_8b_opd")) == []
+
+
 @pytest.mark.usefixtures("no_hub")
 def test_the_64k_evaluation_of_klear_8b_fits_its_stretched_window(tmp_path: Path) -> None:
     assert length_problems(profile(tmp_path, of="klear_8b")) == []
