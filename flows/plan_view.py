@@ -56,9 +56,10 @@ def show_plan(
     missing.
     """
     from klear_core.config.settings import config_digest
-    from klear_core.pipeline.plan import detectable_lines, gate_lines, plan_stages, reruns_of_upgrade, teacher_notes
+    from klear_core.pipeline.plan import detectable_lines, gate_lines, plan_stages, reruns_of_upgrade
     from klear_core.pipeline.preflight.checks import problems_on_nodes, problems_with
     from klear_core.pipeline.preflight.exposure import given_contamination
+    from klear_core.report.run.warnings import teacher_notes
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{config.name}[/] seed {config.seed}, config {config_digest(config)}, valid")

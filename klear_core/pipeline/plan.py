@@ -11,16 +11,14 @@ from pydantic import JsonValue, ValidationError
 
 from klear_core.artifacts.index import Entry, catalog
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, Manifest, read_manifest
-from klear_core.artifacts.model_files import download_gb, origin_of
+from klear_core.artifacts.model_files import download_gb
 from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.data import BenchmarkConfig, GeneratedSource
 from klear_core.config.data_jobs import BenchmarksJob, GivenModelJob
-from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
-from klear_core.config.opd import GivenTeacher
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import leaves_of, result_settings
 from klear_core.config.stage import EngineUse, Job, Stage
-from klear_core.config.train import HubModelConfig, PublishedModel, TrainRuntime
+from klear_core.config.train import TrainRuntime
 from klear_core.distill.teachers.fleet import BlockKeys
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.stats.significance import GATE_GAIN, GateBenchmark, detectable, gate_chances
@@ -405,54 +403,6 @@ def detectable_lines(config: PipelineConfig) -> Iterator[str]:
         else:
             seen = f"a gain of {100 * found.gain:.1f} points is shown 4 times in 5"
         yield f"{start}{seen}; two runs of one model differ by up to {100 * found.rerun:.1f} points"
-
-
-def teacher_notes(config: PipelineConfig) -> Iterator[str]:
-    """Yield a warning for each teacher of on-policy distillation that is not known to be the teacher of the SFT traces.
-
-    With another one the gradient has a bias that no training removes (arXiv 2604.13010, teacher consistency).
-    """
-    teachers = {
-        "opd.teacher": config.opd and config.opd.teacher,
-        "opd.code_teacher": config.opd and config.opd.code_teacher,
-        "rl_teacher": config.rl_teacher,
-    }
-    for key, teacher in teachers.items():
-        if teacher and not config.given.evaluate:
-            source = teacher.source
-            note = _teacher_note(config, key, source.model.as_model() if isinstance(source, GivenTeacher) else None)
-            yield from [note] if note else []
-
-
-def _teacher_note(config: PipelineConfig, key: str, model: PublishedModel | None) -> str:
-    """Return the warning of a teacher, None being one that is trained here; empty if it made the traces, or learned
-    them, too."""
-    if model is None and config.given.sft is None:
-        return ""
-    name, traces = origin_of(model) if model else "trained on other traces, those of distill", config.distill.teacher
-    if config.given.sft is not None or config.given.distill is not None:
-        made_by = "whoever made the given traces, which nothing here tells"
-        if config.given.sft is not None:
-            made_by = "whoever made the traces of the given SFT model, which nothing here tells"
-    elif isinstance(traces, LocalTeacherConfig):
-        if traces.model is not None and traces.model.as_model() == model:
-            return ""
-        made_by = origin_of(traces.model.as_model()) if traces.model else "the base model"
-    elif isinstance(traces, HttpTeacherConfig):
-        # By the name after the organisation: servers are free in what they call a model.
-        if isinstance(model, HubModelConfig) and _plain(traces.model) == _plain(model.repo):
-            return ""
-        made_by = traces.model
-    else:
-        made_by = f"the {traces.kind} teacher, a program"
-    return (
-        f"{key} is {name}, and the SFT traces are by {made_by}: with another teacher than that of the traces the "
-        "gradient of on-policy distillation is biased, however long it trains (arXiv 2604.13010)"
-    )
-
-
-def _plain(name: str) -> str:
-    return name.rpartition("/")[2].lower()
 
 
 def gate_lines(config: PipelineConfig) -> Iterator[str]:

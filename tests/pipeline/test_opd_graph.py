@@ -16,8 +16,9 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import config_digest
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.plan import PendingWork, teacher_notes
+from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.model_checks import model_problems, token_problems
+from klear_core.report.run.warnings import teacher_notes
 from klear_core.train.base_model import prepare_base
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -12,10 +12,14 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from klear_core.artifacts.manifest import OUTSIDE_KINDS
+from klear_core.artifacts.model_files import origin_of
 from klear_core.artifacts.remote_paths import store_of
 from klear_core.config.data_jobs import GivenModelJob
+from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
+from klear_core.config.opd import GivenTeacher
+from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings
-from klear_core.config.train import GivenModelFacts
+from klear_core.config.train import GivenModelFacts, HubModelConfig, PublishedModel
 from klear_core.errors import ArtifactError
 from klear_core.report.run.facts import Facts, MissingStage, ModelFacts, StageFacts
 from klear_core.report.run.lineage import Ancestor, ancestors, pointed_artifact
@@ -39,6 +43,7 @@ def notices(facts: Facts) -> list[Notice]:
         *_code_state(facts),
         *_unscored(facts),
         *_score_warnings(facts),
+        *_teacher_warnings(facts),
     ]
 
 
@@ -115,6 +120,58 @@ def _unscored(facts: Facts) -> list[Notice]:
 
 def _score_warnings(facts: Facts) -> list[Notice]:
     return [Notice(level="warning", where=w.where, text=w.text) for w in facts.score_warnings]
+
+
+def _teacher_warnings(facts: Facts) -> list[Notice]:
+    return [Notice(level="warning", where="teacher", text=note) for note in teacher_notes(facts.config)]
+
+
+def teacher_notes(config: PipelineConfig) -> Iterator[str]:
+    """Yield a warning for each teacher of on-policy distillation that is not known to be the teacher of the SFT traces.
+
+    With another one the gradient has a bias that no training removes (arXiv 2604.13010, teacher consistency).
+    """
+    teachers = {
+        "opd.teacher": config.opd and config.opd.teacher,
+        "opd.code_teacher": config.opd and config.opd.code_teacher,
+        "rl_teacher": config.rl_teacher,
+    }
+    for key, teacher in teachers.items():
+        if teacher and not config.given.evaluate:
+            source = teacher.source
+            note = _teacher_note(config, key, source.model.as_model() if isinstance(source, GivenTeacher) else None)
+            yield from [note] if note else []
+
+
+def _teacher_note(config: PipelineConfig, key: str, model: PublishedModel | None) -> str:
+    """Return the warning of a teacher, None being one that is trained here; empty if it made the traces, or learned
+    them, too."""
+    if model is None and config.given.sft is None:
+        return ""
+    name, traces = origin_of(model) if model else "trained on other traces, those of distill", config.distill.teacher
+    if config.given.sft is not None or config.given.distill is not None:
+        made_by = "whoever made the given traces, which nothing here tells"
+        if config.given.sft is not None:
+            made_by = "whoever made the traces of the given SFT model, which nothing here tells"
+    elif isinstance(traces, LocalTeacherConfig):
+        if traces.model is not None and traces.model.as_model() == model:
+            return ""
+        made_by = origin_of(traces.model.as_model()) if traces.model else "the base model"
+    elif isinstance(traces, HttpTeacherConfig):
+        # By the name after the organisation: servers are free in what they call a model.
+        if isinstance(model, HubModelConfig) and _plain(traces.model) == _plain(model.repo):
+            return ""
+        made_by = traces.model
+    else:
+        made_by = f"the {traces.kind} teacher, a program"
+    return (
+        f"{key} is {name}, and the SFT traces are by {made_by}: with another teacher than that of the traces the "
+        "gradient of on-policy distillation is biased, however long it trains (arXiv 2604.13010)"
+    )
+
+
+def _plain(name: str) -> str:
+    return name.rpartition("/")[2].lower()
 
 
 # ---- contamination ----

@@ -241,6 +241,16 @@ def test_uncommitted_code_is_noticed(facts: Facts) -> None:
     assert any("uncommitted changes (sft)" in n.text for n in notices(replace(facts, stages=dirty)))
 
 
+def test_a_teacher_other_than_that_of_the_traces_is_warned_of(facts: Facts) -> None:
+    """What `klear plan` says of it (tests/pipeline/test_opd_graph.py), for who reads the scores."""
+    assert not [n for n in notices(facts) if n.where == "teacher"]
+    distilled = PipelineConfig.model_validate(
+        {"opd": {"teacher": {"source": {"kind": "given", "model": {"path": "t"}}}}}
+    )
+    (notice,) = [n for n in notices(replace(facts, config=distilled)) if n.where == "teacher"]
+    assert notice.text.startswith("opd.teacher is t, and the SFT traces are by the procedural teacher")
+
+
 def test_unlike_decoding_profiles_are_both_shown(facts: Facts) -> None:
     first = facts.models[0]
     [score] = first.scores
