@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -101,6 +102,45 @@ def test_the_difference_at_own_rates_is_computed_from_the_runs() -> None:
     assert found.interval is not None
     value, low, high = (f"{100 * x:+.1f}" for x in (found.mean, found.interval.low, found.interval.high))
     assert f"`clip` minus `paper` {value} ({low} to {high})" in (ROOT / "docs" / "data" / "grids.md").read_text()
+
+
+def test_the_share_below_the_range_is_small_in_runs_that_do_not_collapse() -> None:
+    """docs/ablations.md. Each run counts once: some are in two files."""
+    found = {}
+    for file in DATA:
+        for run in read_cells(file):
+            low = run.result.token_shares.get("A<0, r low")
+            is_older = file.stem.startswith("stale") and not run.variant.endswith("_1")
+            if low is not None and not is_older and "gspo" not in run.variant:
+                found[run.seed, run.learning_rate, low, run.result.after] = (run.collapsed, low > 0.01)
+    assert Counter(found.values()) == {
+        (False, False): 360,
+        (False, True): 2,
+        (True, True): 41,
+        (True, False): 6,
+    }
+
+
+def test_the_curriculum_finds_one_per_cent_more_informative_groups_and_gains_no_more() -> None:
+    """docs/data/grids.md."""
+    groups, points = defaultdict(list), defaultdict(list)
+    for run in read_cells(ROOT / "docs/data/curriculum.jsonl"):
+        found = run.result
+        megatokens = found.sampled_tokens / 1e6
+        groups[run.variant].append(found.informative_groups / megatokens)
+        points[run.variant].append(100 * (found.after - found.before) / megatokens)
+    assert {name: round(mean(values)) for name, values in groups.items()} == {
+        "curriculum": 1151,
+        "filtered": 1136,
+        "oversampled": 1152,
+        "uniform": 1139,
+    }
+    assert {name: round(mean(values), 1) for name, values in points.items()} == {
+        "curriculum": 6.1,
+        "filtered": 6.5,
+        "oversampled": 4.9,
+        "uniform": 6.6,
+    }
 
 
 if __name__ == "__main__":
