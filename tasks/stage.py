@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import threading
 import time
@@ -146,7 +148,20 @@ def _run_body(body: StageBody, workdir: Path, telemetry: StageTelemetry) -> Stag
         is_done = True
     finally:
         telemetry.close(is_done=is_done)
+        return_memory()
     return summary
+
+
+def return_memory() -> None:
+    """Give memory that this process has freed back to the system.
+
+    glibc keeps what many threads have freed in small pieces: 6.7 GB after SFT of 135 million parameters, which the next
+    stage's workers lacked. Other C libraries have no such call.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _manifest(

@@ -1,10 +1,13 @@
 import json
 import math
 import shutil
+import sys
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 import pytest
 
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
@@ -19,7 +22,7 @@ from tasks import tracking
 from tasks.delivery import Undelivered
 from tasks.mlflow_backend import VIEW_TAG, OpenRun, TrackedRun, mlflow_backend
 from tasks.progress import Console, shown_on
-from tasks.stage import run_stage
+from tasks.stage import return_memory, run_stage
 from tasks.tracking import RunInfo, code_commit
 
 
@@ -288,3 +291,23 @@ def mlflow_runs(workspace: WorkspaceConfig, run_id: str):
     experiment = c.get_experiment_by_name(tracking.EXPERIMENT)
     runs = c.search_runs([experiment.experiment_id], filter_string=f"tags.`klear.run` = '{run_id}'")
     return sorted(runs, key=lambda r: "klear.stage" not in r.data.tags)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_memory_that_threads_have_freed_in_small_pieces_is_given_back() -> None:
+    """The last piece of each thread lives, so that its heap cannot shrink by itself."""
+    process, alive = psutil.Process(), []
+
+    def fill() -> None:
+        pieces = [bytearray(100_000) for _ in range(500)]
+        alive.append(pieces[-1])
+
+    threads = [threading.Thread(target=fill) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = process.memory_info().rss
+    return_memory()
+    assert kept - process.memory_info().rss > 100 << 20
+    assert len(alive) == 8
