@@ -147,6 +147,8 @@ def _read(content: mmap.mmap) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         kind, offset = cursor.numbers("IQ")
         table[name] = (dims[::-1], kind, offset)  # ggml names the innermost dimension first
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1 or alignment % 8:
+        raise ValueError(f"general.alignment = {alignment!r}, and not a multiple of 8")
     start = -(-cursor.at // alignment) * alignment
     tensors = {
         name: GgufTensor(shape=shape, type=kind, offset=start + offset) for name, (shape, kind, offset) in table.items()

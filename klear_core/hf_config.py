@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -180,12 +181,15 @@ def unusual_keys(config: HfConfig) -> Iterator[str]:
 
 PRE_TOKENIZERS = ("llama-bpe", "qwen2", "deepseek-r1-qwen", "smollm", "gpt-2", "default")
 """Rules by which text is split before byte pairs are merged, as GGUF names them, that a folder's tokenizer gets."""
+GGUF_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Keys of the tokens that end a text, a turn and a message."""
+_GIVE_A_FOLDER = "give the model by its Hub id or as a folder"
 
 
 def check_gguf(path: Path) -> GgufHeader:
     """Return the header of a GGUF file; ConfigError if no folder with the same model can be made from it here."""
     header = read_gguf_header(path)
-    for problem in _gguf_problems(header):
+    for problem in chain(_family_problems(header), _tokenizer_problems(header)):
         raise ConfigError(f"{path}: {problem}")
     _config_of_gguf(header)  # for its error
     require_gguf()
@@ -199,8 +203,8 @@ def require_gguf() -> None:
         raise ConfigError("GGUF files need the library gguf, which is not installed here; pip install -e '.[gguf]'")
 
 
-def _gguf_problems(header: GgufHeader) -> Iterator[str]:
-    metadata, known = header.metadata, ", ".join(PLAIN_FAMILIES)
+def _family_problems(header: GgufHeader) -> Iterator[str]:
+    known = ", ".join(PLAIN_FAMILIES)
     if header.architecture not in PLAIN_FAMILIES:
         yield f"general.architecture = {header.architecture!r}; GGUF files of {known} are read; give it as a folder"
     if header.of_model("expert_count"):
@@ -209,16 +213,34 @@ def _gguf_problems(header: GgufHeader) -> Iterator[str]:
     if "rope_freqs.weight" in header.tensors or scaling not in (None, "none"):
         yield (
             f"its positions are scaled (rope.scaling.type = {scaling!r} or rope_freqs), as in Llama 3.1 and 3.2, "
-            "which a GGUF file does not describe fully; give the model by its Hub id or as a folder"
+            f"which a GGUF file does not describe fully; {_GIVE_A_FOLDER}"
         )
-    if metadata.get("split.count", 1) > 1:
+    if header.metadata.get("split.count", 1) > 1:
         yield "a part of a model that is split over several files; join them with llama-gguf-split --merge"
-    tokenizer = metadata.get("tokenizer.ggml.model")
-    if tokenizer is None or "tokenizer.ggml.tokens" not in metadata:
+
+
+def _tokenizer_problems(header: GgufHeader) -> Iterator[str]:
+    metadata = header.metadata
+    kind, num_tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
+    if kind is None or num_tokens is None:
         yield "no tokenizer in it (tokenizer.ggml.tokens); convert the model again, with its tokenizer"
+    if kind != "gpt2":
+        yield (
+            f"tokenizer.ggml.model = {kind!r}; known is 'gpt2', byte-level BPE. Of SentencePiece ('llama') a GGUF file "
+            "does not state where spaces are added, so that prompts would have other tokens than in training; take a "
+            f"model with byte-level BPE, or {_GIVE_A_FOLDER}"
+        )
+    if "tokenizer.ggml.merges" not in metadata:
+        yield "no tokenizer.ggml.merges in it, which byte-level BPE needs; convert the model again"
     rule = metadata.get("tokenizer.ggml.pre", "default")
-    if tokenizer == "gpt2" and rule not in PRE_TOKENIZERS:
+    if rule not in PRE_TOKENIZERS:
         yield f"tokenizer.ggml.pre = {rule!r}; known are {', '.join(PRE_TOKENIZERS)}; give the model as a folder"
+    if not any(f"tokenizer.ggml.{key}" in metadata for key in GGUF_ENDS):
+        yield "no tokenizer.ggml.eos_token_id in it, so that no answer would ever stop; convert the model again"
+    for key in (*GGUF_ENDS, "bos_token_id", "unknown_token_id", "padding_token_id"):
+        number = metadata.get(f"tokenizer.ggml.{key}", 0)
+        if not 0 <= number < num_tokens:
+            yield f"tokenizer.ggml.{key} = {number}, but it has {num_tokens} tokens; convert the model again"
     if not metadata.get("tokenizer.chat_template"):
         yield "no chat template in it, which every stage needs; take the file of its chat model, or give it as a folder"
 

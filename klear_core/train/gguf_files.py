@@ -17,7 +17,7 @@ import numpy as np
 from klear_core.artifacts.model_files import weight_files
 from klear_core.errors import ConfigError
 from klear_core.gguf_header import SUFFIX, GgufHeader, read_gguf_header
-from klear_core.hf_config import HfConfig, check_gguf, read_hf_config, unusual_keys
+from klear_core.hf_config import GGUF_ENDS, HfConfig, check_gguf, read_hf_config, unusual_keys
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from klear_core.prompts import Tokenizer
 
 GgufDtype = Literal["f16", "q8_0"]
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Keys of the tokens that end a text, a turn and a message."""
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 """Types of tokens, as GGUF counts."""
 _NFC_RULES = ("qwen2", "deepseek-r1-qwen")
@@ -58,9 +56,12 @@ def write_folder(file: Path, folder: Path, *, window: int | None = None) -> None
             model = _dequantised(alone, window)
         except (ValueError, KeyError, OSError) as e:
             raise ConfigError(f"{file}: its weights cannot be read ({e}); fetch the file again") from e
-        tokenizer = _tokenizer_of(alone, header)
+        try:
+            tokenizer = _tokenizer_of(alone, header)
+        except Exception as e:  # tokenizers raises no other class for a merge of unknown tokens
+            raise ConfigError(f"{file}: its tokenizer cannot be read ({e}); convert the model again") from e
     # Turns may end in another token than texts (Llama 3): samplers stop at each.
-    ends = [header.metadata.get(f"tokenizer.ggml.{key}") for key in _ENDS]
+    ends = [header.metadata.get(f"tokenizer.ggml.{key}") for key in GGUF_ENDS]
     model.generation_config.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None)) or None
     model.generation_config._from_model_config = False  # or loaders would take the ends from config.json again
     model.save_pretrained(folder)
@@ -82,7 +83,10 @@ def _dequantised(file: Path, window: int | None) -> Any:
     # transformers has a bar of its own here, which would run through ours
     with redirect_stderr(StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
-            **where, config=config, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+            **where,
+            config=config,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
         )
     # The values are plain numbers now; with these marks they could not be saved.
     if hasattr(model.config, "quantization_config"):

@@ -1,12 +1,18 @@
-"""Tiny random models whose tokenizer merges bytes, as GGUF files need it; every weight is a float16."""
+"""Tiny random models whose tokenizer merges bytes, as GGUF files need it, and GGUF files with other contents.
+
+Every weight is a float16.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from family_models import write_family
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -61,3 +67,39 @@ def write_model(family: str, folder: Path, rule: str = "gpt-2", **sizes: int) ->
     rounded = {name: w.to(torch.float16).float() for name, w in load_file(weights).items()}
     save_file(rounded, weights, metadata={"format": "pt"})
     return folder
+
+
+def rewritten(
+    source: Path,
+    target: Path,
+    *,
+    without: Sequence[str] = (),
+    keys: Mapping[str, object] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    types: Mapping[str, GGMLQuantizationType] | None = None,
+) -> Path:
+    """A copy of a GGUF file without some keys and tensors, and with others; of those of `types`, blocks as bytes."""
+    reader = GGUFReader(source)
+    old_keys = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    new_keys = {key: value for key, value in old_keys.items() if key not in without} | dict(keys or {})
+    writer = GGUFWriter(target, str(new_keys.pop("general.architecture")))
+    for key, value in new_keys.items():
+        match value:
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case list():
+                writer.add_array(key, value)
+            case _:
+                writer.add_string(key, str(value))
+    old_tensors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name not in without}
+    for name, values in (old_tensors | dict(tensors or {})).items():
+        writer.add_tensor(name, np.array(values), raw_dtype=(types or {}).get(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
-from gguf_models import TEXT, write_model
+from gguf_models import TEXT, rewritten, write_model
 from safetensors.torch import load_file
 from tiny_models import tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -168,66 +168,52 @@ def test_an_artifact_is_named_by_the_content_of_the_file_and_not_by_its_place(of
 # ---- refusals
 
 
-def header(path: Path, *left_out: str, **more: object) -> Path:
-    """A GGUF file without tensors, of a tiny Llama, with these keys left out or added."""
-    keys: dict[str, object] = {
-        "general.architecture": "llama",
-        "llama.block_count": 1,
-        "llama.embedding_length": 16,
-        "llama.feed_forward_length": 16,
-        "llama.attention.head_count": 2,
-        "llama.context_length": 64,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": ["a", "b"],
-        "tokenizer.chat_template": "{{ messages }}",
-    }
-    keys |= {key.replace("__", "."): value for key, value in more.items()}
-    writer = GGUFWriter(path, str(keys.pop("general.architecture")))
-    for key, value in keys.items():
-        if key in left_out:
-            continue
-        match value:
-            case list():
-                writer.add_array(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case _:
-                writer.add_string(key, str(value))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    return path
-
-
+ONES = np.ones(64, np.float32)
 REFUSED = {
-    "architecture": (
-        [],
-        {"general__architecture": "gemma3"},
-        r"general.architecture = 'gemma3'; .* llama, qwen2, qwen3",
-    ),
-    "experts": ([], {"llama__expert_count": 8}, "8 experts"),
-    "scaled positions": ([], {"llama__rope__scaling__type": "yarn"}, "positions are scaled .*'yarn'.* Hub id"),
-    "a part": ([], {"split__count": 3}, "llama-gguf-split --merge"),
-    "no tokens": (["tokenizer.ggml.tokens"], {}, "no tokenizer in it"),
-    "no tokenizer": (["tokenizer.ggml.model"], {}, "no tokenizer in it"),
-    "another rule": ([], {"tokenizer__ggml__pre": "viking"}, "tokenizer.ggml.pre = 'viking'; known are llama-bpe"),
-    "no template": (["tokenizer.chat_template"], {}, "no chat template in it"),
-    "no size": (["llama.embedding_length"], {}, r"no hidden_size \(architecture 'llama'\)"),
-    "heads by layer": ([], {"llama__attention__head_count": [1, 2]}, "num_attention_heads = "),
+    "architecture": ({"keys": {"general.architecture": "gemma3"}}, r"architecture = 'gemma3'; .* llama, qwen2, qwen3"),
+    "experts": ({"keys": {"llama.expert_count": 8}}, "8 experts"),
+    "scaled positions": ({"keys": {"llama.rope.scaling.type": "yarn"}}, "positions are scaled .*'yarn'.* Hub id"),
+    "factors of positions": ({"tensors": {"rope_freqs.weight": ONES}}, "positions are scaled .* rope_freqs.* Hub id"),
+    "a part": ({"keys": {"split.count": 3}}, "llama-gguf-split --merge"),
+    "no tokens": ({"without": ["tokenizer.ggml.tokens"]}, "no tokenizer in it"),
+    "no tokenizer": ({"without": ["tokenizer.ggml.model"]}, "no tokenizer in it"),
+    "another rule": ({"keys": {"tokenizer.ggml.pre": "viking"}}, "tokenizer.ggml.pre = 'viking'; known are llama-bpe"),
+    "SentencePiece": ({"keys": {"tokenizer.ggml.model": "llama"}}, "tokenizer.ggml.model = 'llama'; known is 'gpt2'"),
+    "unigrams": ({"keys": {"tokenizer.ggml.model": "t5"}}, "tokenizer.ggml.model = 't5'"),
+    "no merges": ({"without": ["tokenizer.ggml.merges"]}, "no tokenizer.ggml.merges in it"),
+    "no end": ({"without": ["tokenizer.ggml.eos_token_id"]}, "no tokenizer.ggml.eos_token_id in it"),
+    "no such token": ({"keys": {"tokenizer.ggml.padding_token_id": 320}}, "padding_token_id = 320, .* 320 tokens"),
+    "no template": ({"without": ["tokenizer.chat_template"]}, "no chat template in it"),
+    "no size": ({"without": ["llama.embedding_length"]}, r"no hidden_size \(architecture 'llama'\)"),
+    "heads by layer": ({"keys": {"llama.attention.head_count": [1, 2]}}, "num_attention_heads = "),
+    "alignment": ({"keys": {"general.alignment": 0}}, "general.alignment = 0"),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_a_folder_could_not_hold_is_refused_by_name(why, tmp_path):
-    left_out, more, told = REFUSED[why]
-    path = header(tmp_path / "x.gguf", *left_out, **more)
+def test_what_a_folder_could_not_hold_is_refused_by_name(why, file, tmp_path):
+    changes, told = REFUSED[why]
+    path = rewritten(file, tmp_path / "x.gguf", **changes)
     with pytest.raises(ConfigError, match=f"{path}: .*{told}"):
         check_gguf(path)
 
 
-def test_the_header_of_these_tests_is_accepted(tmp_path):
-    assert check_gguf(header(tmp_path / "x.gguf")).architecture == "llama"
+def test_a_copy_is_accepted(file, tmp_path):
+    assert check_gguf(rewritten(file, tmp_path / "x.gguf")).tensors.keys() == read_gguf_header(file).tensors.keys()
+
+
+def test_the_end_of_a_turn_is_end_enough(file, tmp_path):
+    other = {"without": ["tokenizer.ggml.eos_token_id"], "keys": {"tokenizer.ggml.eot_token_id": 2}}
+    taken = take(rewritten(file, tmp_path / "x.gguf", **other), tmp_path / "taken")
+    assert FolderTokenizer(taken).stop_ids == (2,)
+
+
+@pytest.mark.parametrize("merges", [["t h", "h zz"], ["th"]])
+def test_merges_of_unknown_tokens_are_refused_with_the_file(merges, file, tmp_path):
+    path = rewritten(file, tmp_path / "x.gguf", keys={"tokenizer.ggml.merges": merges})
+    with pytest.raises(ConfigError, match=f"{path}: its tokenizer cannot be read"):
+        take(path, tmp_path / "taken")
+    assert not (tmp_path / "taken" / "model").exists()
 
 
 def test_a_file_that_is_not_there_another_or_half_is_refused_in_the_preflight(file, tmp_path):
