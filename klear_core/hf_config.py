@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,9 @@ def check_gguf(path: Path) -> GgufHeader:
     header = read_gguf_header(path)
     for problem in chain(_family_problems(header), _tokenizer_problems(header)):
         raise ConfigError(f"{path}: {problem}")
-    _config_of_gguf(header)  # for its error
+    config = _config_of_gguf(header)
+    for problem in _feature_problems(header, config):
+        raise ConfigError(f"{path}: {problem}")
     require_gguf()
     return header
 
@@ -245,6 +248,32 @@ def _tokenizer_problems(header: GgufHeader) -> Iterator[str]:
         yield "no chat template in it, which every stage needs; take the file of its chat model, or give it as a folder"
 
 
+def _feature_problems(header: GgufHeader, config: HfConfig) -> Iterator[str]:
+    """Yield what a plain decoder computes otherwise, as `unusual_keys` does for a config.json."""
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    neutral: dict[str, Container[object]] = {
+        # a window as long as the context hides nothing
+        "attention.sliding_window": range(config.max_position_embeddings, sys.maxsize),
+        "attention.value_length": (head_dim,),
+        "attention.scale": (),
+        "rope.dimension_count": (head_dim,),
+        "rope.scaling.factor": (1,),  # without a type it is linear scaling
+        "rope.scaling.attn_factor": (1,),
+        "rope.scale_linear": (1,),
+        "embedding_scale": (1,),
+        "residual_scale": (1,),
+        "logit_scale": (1,),
+        "attn_logit_softcapping": (),
+        "final_logit_softcapping": (),
+    }
+    for key, values in neutral.items():
+        value = header.of_model(key)
+        # llama.cpp takes 0 like a key that is not there
+        if value and value not in values:
+            family = header.architecture
+            yield f"{family}.{key} = {value!r}, which a plain {family} of its sizes does not have; {_GIVE_A_FOLDER}"
+
+
 def _config_of_gguf(header: GgufHeader) -> HfConfig:
     vocab_size = header.of_model("vocab_size") or header.metadata.get("tokenizer.ggml.tokens")
     raw = {
@@ -256,7 +285,7 @@ def _config_of_gguf(header: GgufHeader) -> HfConfig:
         "num_attention_heads": header.of_model("attention.head_count"),
         "max_position_embeddings": header.of_model("context_length"),
         "num_key_value_heads": header.of_model("attention.head_count_kv"),
-        "head_dim": header.of_model("attention.key_length") or header.of_model("rope.dimension_count"),
+        "head_dim": header.of_model("attention.key_length"),
         "rms_norm_eps": header.of_model("attention.layer_norm_rms_epsilon"),
         "rope_theta": header.of_model("rope.freq_base"),
         "tie_word_embeddings": "output.weight" not in header.tensors,

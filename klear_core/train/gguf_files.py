@@ -78,8 +78,8 @@ def _dequantised(file: Path, window: int | None) -> Any:
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
     ours, config = read_hf_config(file), AutoConfig.from_pretrained(**where)
     config.max_position_embeddings = window or ours.max_position_embeddings
-    if ours.head_dim is not None:  # transformers reads it for Llama alone
-        config.head_dim = ours.head_dim
+    # transformers reads it for Llama alone, and takes 128 for Qwen3
+    config.head_dim = ours.head_dim or ours.hidden_size // ours.num_attention_heads
     # transformers has a bar of its own here, which would run through ours
     with redirect_stderr(StringIO()):
         model = AutoModelForCausalLM.from_pretrained(

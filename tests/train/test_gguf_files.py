@@ -187,6 +187,12 @@ REFUSED = {
     "no size": ({"without": ["llama.embedding_length"]}, r"no hidden_size \(architecture 'llama'\)"),
     "heads by layer": ({"keys": {"llama.attention.head_count": [1, 2]}}, "num_attention_heads = "),
     "alignment": ({"keys": {"general.alignment": 0}}, "general.alignment = 0"),
+    "a window": ({"keys": {"llama.attention.sliding_window": 127}}, "llama.attention.sliding_window = 127"),
+    "other value heads": ({"keys": {"llama.attention.value_length": 8}}, "llama.attention.value_length = 8"),
+    "half of a head rotated": ({"keys": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count = 8"),
+    "a factor without a type": ({"keys": {"llama.rope.scaling.factor": 4.0}}, "llama.rope.scaling.factor = 4.0"),
+    "linear scaling": ({"keys": {"llama.rope.scale_linear": 4.0}}, "llama.rope.scale_linear = 4.0"),
+    "capped logits": ({"keys": {"llama.final_logit_softcapping": 30.0}}, "final_logit_softcapping = 30.0"),
 }
 
 
@@ -198,14 +204,30 @@ def test_what_a_folder_could_not_hold_is_refused_by_name(why, file, tmp_path):
         check_gguf(path)
 
 
-def test_a_copy_is_accepted(file, tmp_path):
+def test_a_copy_is_accepted_and_so_are_values_that_change_nothing(file, tmp_path):
     assert check_gguf(rewritten(file, tmp_path / "x.gguf")).tensors.keys() == read_gguf_header(file).tensors.keys()
+    neutral = {
+        "llama.attention.sliding_window": 128,  # as long as the context
+        "llama.rope.scaling.factor": 1.0,
+        "llama.rope.scale_linear": 0.0,
+        "llama.rope.scaling.type": "none",
+    }
+    check_gguf(rewritten(file, tmp_path / "x.gguf", keys=neutral))
 
 
 def test_the_end_of_a_turn_is_end_enough(file, tmp_path):
     other = {"without": ["tokenizer.ggml.eos_token_id"], "keys": {"tokenizer.ggml.eot_token_id": 2}}
     taken = take(rewritten(file, tmp_path / "x.gguf", **other), tmp_path / "taken")
     assert FolderTokenizer(taken).stop_ids == (2,)
+
+
+def test_heads_whose_size_a_file_does_not_state_share_the_hidden_size(folders, tmp_path):
+    model = write_model("qwen3", tmp_path / "model", hidden_size=64)  # of 4 heads
+    write_gguf(model, tmp_path / "x.gguf", "f16", name="x", licence="")
+    sizes = [f"qwen3.{key}" for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")]
+    taken = take(rewritten(tmp_path / "x.gguf", tmp_path / "y.gguf", without=sizes), tmp_path / "taken")
+    assert read_hf_config(taken).head_dim == 16
+    assert greedy(taken) == greedy(model)
 
 
 @pytest.mark.parametrize("merges", [["t h", "h zz"], ["th"]])
