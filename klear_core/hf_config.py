@@ -184,6 +184,8 @@ PRE_TOKENIZERS = ("llama-bpe", "qwen2", "deepseek-r1-qwen", "smollm", "gpt-2", "
 """Rules by which text is split before byte pairs are merged, as GGUF names them, that a folder's tokenizer gets."""
 GGUF_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Keys of the tokens that end a text, a turn and a message."""
+_DEQUANTISED = {0, 1, 2, 3, 6, 7, 8, *range(10, 15), *range(16, 24), 29, 30, 34, 35, 39, 40}
+"""Types of tensors that the library gguf dequantises, as ggml numbers them."""
 _GIVE_A_FOLDER = "give the model by its Hub id or as a folder"
 
 
@@ -193,7 +195,7 @@ def check_gguf(path: Path) -> GgufHeader:
     for problem in chain(_family_problems(header), _tokenizer_problems(header)):
         raise ConfigError(f"{path}: {problem}")
     config = _config_of_gguf(header)
-    for problem in _feature_problems(header, config):
+    for problem in chain(_feature_problems(header, config), _tensor_problems(header, config)):
         raise ConfigError(f"{path}: {problem}")
     require_gguf()
     return header
@@ -272,6 +274,60 @@ def _feature_problems(header: GgufHeader, config: HfConfig) -> Iterator[str]:
         if value and value not in values:
             family = header.architecture
             yield f"{family}.{key} = {value!r}, which a plain {family} of its sizes does not have; {_GIVE_A_FOLDER}"
+
+
+def _tensor_problems(header: GgufHeader, config: HfConfig) -> Iterator[str]:
+    shapes, found = _tensor_shapes(config), header.tensors
+    missing = [name for name in shapes if name not in found]
+    if missing:
+        yield f"no {_first_of(missing)} in it; fetch the file again, or take another conversion of the model"
+    further = [name for name in found if name not in shapes]
+    if further:
+        yield f"{_first_of(further)} in it, which a plain {header.architecture} does not have; {_GIVE_A_FOLDER}"
+    for name, tensor in found.items():
+        if tensor.shape != shapes[name]:
+            yield (
+                f"{name} has the shape {tensor.shape}, and not {shapes[name]} as its keys state; "
+                "take another conversion of the model"
+            )
+        if tensor.type not in _DEQUANTISED:
+            yield (
+                f"{name} is of ggml's type {tensor.type}, which the library gguf does not dequantise (Q8_1 is 9, "
+                "Q8_K is 15); quantise the model again, for example as Q8_0"
+            )
+
+
+def _tensor_shapes(config: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a plain decoder, by its name in a GGUF file."""
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    head_dim = config.head_dim or hidden // heads
+    queries, keys = heads * head_dim, (config.num_key_value_heads or heads) * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (hidden,),
+        "attn_q.weight": (queries, hidden),
+        "attn_k.weight": (keys, hidden),
+        "attn_v.weight": (keys, hidden),
+        "attn_output.weight": (hidden, queries),
+        "ffn_norm.weight": (hidden,),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }
+    if config.model_type == "qwen2":
+        layer |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
+    if config.model_type == "qwen3":
+        layer |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+    embeddings = ["token_embd.weight"] if config.tie_word_embeddings else ["token_embd.weight", "output.weight"]
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(embeddings, (config.vocab_size, hidden))
+    shapes["output_norm.weight"] = (hidden,)
+    for i in range(config.num_hidden_layers):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _config_of_gguf(header: GgufHeader) -> HfConfig:

@@ -82,12 +82,14 @@ def _dequantised(file: Path, window: int | None) -> Any:
     config.head_dim = ours.head_dim or ours.hidden_size // ours.num_attention_heads
     # transformers has a bar of its own here, which would run through ours
     with redirect_stderr(StringIO()):
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             **where,
             config=config,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.float32,
+            output_loading_info=True,
         )
+    assert not loaded["missing_keys"], loaded["missing_keys"]  # they would be random
     # The values are plain numbers now; with these marks they could not be saved.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -193,6 +193,24 @@ REFUSED = {
     "a factor without a type": ({"keys": {"llama.rope.scaling.factor": 4.0}}, "llama.rope.scaling.factor = 4.0"),
     "linear scaling": ({"keys": {"llama.rope.scale_linear": 4.0}}, "llama.rope.scale_linear = 4.0"),
     "capped logits": ({"keys": {"llama.final_logit_softcapping": 30.0}}, "final_logit_softcapping = 30.0"),
+    "no matrix": ({"without": ["blk.1.ffn_up.weight"]}, "no blk.1.ffn_up.weight in it"),
+    "no norm": ({"without": ["blk.2.attn_norm.weight"]}, "no blk.2.attn_norm.weight in it"),
+    "no embeddings": ({"without": ["token_embd.weight"]}, "no token_embd.weight in it"),
+    "a layer less": ({"keys": {"llama.block_count": 4}}, "no blk.3.attn_norm.weight, .* and 6 more in it"),
+    "a layer more": (
+        {"keys": {"llama.block_count": 2}},
+        "blk.2.attn_norm.weight, .* and 6 more in it, .* plain llama does not",
+    ),
+    "a bias": ({"tensors": {"blk.0.attn_q.bias": ONES}}, "blk.0.attn_q.bias in it, .* plain llama does not have"),
+    "a smaller matrix": (
+        {"tensors": {"blk.0.ffn_up.weight": np.ones((48, 32), np.float32)}},
+        r"\(48, 32\), and not \(64",
+    ),
+    "fewer embeddings": (
+        {"keys": {"llama.vocab_size": 384}},
+        r"output.weight has the shape \(320, 32\), and not \(384",
+    ),
+    "an unknown tensor": ({"tensors": {"blk.0.foo.weight": ONES}}, "blk.0.foo.weight in it"),
 }
 
 
@@ -219,6 +237,21 @@ def test_the_end_of_a_turn_is_end_enough(file, tmp_path):
     other = {"without": ["tokenizer.ggml.eos_token_id"], "keys": {"tokenizer.ggml.eot_token_id": 2}}
     taken = take(rewritten(file, tmp_path / "x.gguf", **other), tmp_path / "taken")
     assert FolderTokenizer(taken).stop_ids == (2,)
+
+
+@pytest.mark.parametrize(("family", "tensor"), [("qwen2", "blk.0.attn_k.bias"), ("qwen3", "blk.0.attn_q_norm.weight")])
+def test_each_family_needs_the_tensors_of_its_own(family, tensor, folders, tmp_path):
+    write_gguf(folders[family], tmp_path / "x.gguf", "f16", name="x", licence="")
+    check_gguf(tmp_path / "x.gguf")
+    with pytest.raises(ConfigError, match=f"no {tensor} in it"):
+        check_gguf(rewritten(tmp_path / "x.gguf", tmp_path / "y.gguf", without=[tensor]))
+
+
+def test_a_model_without_a_head_of_its_own_reuses_its_embeddings(file, tmp_path):
+    path = rewritten(file, tmp_path / "x.gguf", without=["output.weight"])
+    check_gguf(path)
+    weights = load_file(take(path, tmp_path / "taken") / "model.safetensors")
+    assert "lm_head.weight" not in weights
 
 
 def test_heads_whose_size_a_file_does_not_state_share_the_hidden_size(folders, tmp_path):
