@@ -16,7 +16,7 @@ from klear_core.artifacts.hub import HubFiles, cached_names, fetch, published_fi
 from klear_core.config.data import DatasetsSource, FileSource, HubSource, StoredSource
 from klear_core.data.arrow_batches import Span, arrow_batches, check_arrow_end
 from klear_core.data.formats.fields import EMPTY_ROW, READ, RowError, has_surrogate, is_empty_row, stated_id
-from klear_core.data.hf_datasets import loaded_files, made_files
+from klear_core.data.hf_datasets import check_first_row, loaded_files, made_files
 from klear_core.data.readers import (
     SUFFIXES,
     BrokenRow,
@@ -114,6 +114,7 @@ def check_files(source: StoredSource) -> list[DataFile] | None:
         _published_names(source)
         return None
     if isinstance(source, DatasetsSource) and made_files(source) is None:
+        check_first_row(source)
         return None
     files = data_files(source)
     for file in files:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import lzma
 import os
+import tarfile
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +45,22 @@ def made_files(source: DatasetsSource) -> list[Path] | None:
     return _made(builder, split, source)
 
 
+def check_first_row(source: DatasetsSource) -> None:
+    """Raise ConfigError or DataError if a folder has no row or its first one cannot be loaded.
+
+    Of a repository only the names of configs and splits are checked.
+    """
+    builder, split = _builder(source)
+    if not source.path:
+        return
+    with _explained(source, DataError):
+        # As Arrow, so that images and sounds are not decoded.
+        rows = builder.as_streaming_dataset(split=split).with_format("arrow")
+        is_empty = next(iter(rows), None) is None
+    if is_empty:
+        raise ConfigError(f"{_origin(source)}: holds no row")
+
+
 def _builder(source: DatasetsSource) -> tuple[Any, str]:
     """Return the builder of `datasets` and the split to read."""
     import datasets
@@ -53,7 +73,7 @@ def _builder(source: DatasetsSource) -> tuple[Any, str]:
     place = str(Path(source.path).absolute()) if source.path else source.repo
     with _explained(source, ConfigError):
         builder = datasets.load_dataset_builder(place, source.subset or None, revision=source.revision or None)
-    splits = list(builder.config.data_files or builder.info.splits or ())
+    splits = [str(split) for split in builder.config.data_files or builder.info.splits or ()]
     if source.split in splits:
         return builder, source.split
     if not source.split and len(splits) == 1:
@@ -89,16 +109,30 @@ def _stream(builder: Any, split: str, source: DatasetsSource) -> None:
     temporary.replace(file)
 
 
+_DAMAGE = (EOFError, zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError)
+"""Errors of Python about packed files, which `datasets` lets through."""
+_NO_ROW = {
+    "": "its first split holds no row",  # StopIteration, of JSON
+    "BatchSize must be greater than 0, got 0": "a Parquet file holds no row",
+}
+"""What the texts of errors mean that do not say it."""
+
+
 @contextmanager
 def _explained(source: DatasetsSource, kind: type[ConfigError | DataError]) -> Iterator[None]:
     """Turn an error of `datasets`, whose errors have no class in common, into one that names the source."""
+    import yaml
     from datasets.exceptions import DatasetsError
 
+    known = (DatasetsError, OSError, ValueError, RuntimeError, TypeError, KeyError, StopIteration, yaml.YAMLError)
     try:
         yield
-    except (DatasetsError, OSError, ValueError, RuntimeError, TypeError, KeyError) as e:
+    except (*known, *_DAMAGE) as e:
         # "An error occurred while generating the dataset" says less than its cause
         text = " ".join(str(e.__cause__ or e).split())
+        text = _NO_ROW.get(text, text)
+        if isinstance(e, yaml.YAMLError):
+            text = f"the head of its README.md is no YAML: {text}"
         scripts = (
             "; its rows can be read by naming its data files: kind = 'hub', files = ..." if "script" in text else ""
         )

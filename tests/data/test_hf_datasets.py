@@ -1,7 +1,9 @@
 """What the library `datasets` loads is a source: configs, splits, streams; from a folder in the Hub's layout, or a Hub."""
 
+import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +167,64 @@ def test_a_damaged_file_is_a_data_error_that_names_the_source(repo: Path) -> Non
     (repo / "hard" / "0.jsonl").write_text(lines(1) + '{"problem": ')
     with pytest.raises(DataError, match="sums: the library datasets cannot load it"):
         answers(DatasetsSource(path=str(repo), subset="hard"))
+
+
+def folder_of(tmp_path: Path, **files: str | bytes) -> DatasetsSource:
+    """A folder `mine` with these files; `train__jsonl` stands for train.jsonl."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name, content in files.items():
+        file = folder / name.replace("__", ".")
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return DatasetsSource(path=str(folder))
+
+
+@pytest.mark.parametrize("split", ["", "dev", "train+test"])
+@pytest.mark.parametrize("layout", ["plain", "saved"])
+def test_the_splits_of_a_folder_without_a_card_are_listed(tmp_path: Path, layout: str, split: str) -> None:
+    folder = tmp_path / "mine"
+    if layout == "saved":
+        import datasets
+
+        both = {name: datasets.Dataset.from_list([row(n)]) for n, name in enumerate(("train", "test"), 1)}
+        datasets.DatasetDict(both).save_to_disk(str(folder))
+    else:
+        folder_of(tmp_path, train__jsonl=lines(1), test__jsonl=lines(2))
+    told = rf"mine: .*splits train, test; set `split`|mine: no split '{re.escape(split)}'; it has train, test"
+    with pytest.raises(ConfigError, match=told):
+        check_source(DatasetsSource(path=str(folder), split=split))
+    assert answers(DatasetsSource(path=str(folder), split="test")) == ["4"]
+
+
+def no_row_of_parquet() -> bytes:
+    file = pa.BufferOutputStream()
+    pq.write_table(pa.table({"problem": pa.array([], pa.string())}), file)
+    return file.getvalue().to_pybytes()
+
+
+CUT_SHORT = gzip.compress(lines(*range(2000)).encode())[:-2000]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"README__md": "---\nconfigs: [\n  - a: : b\n---\n", "train__jsonl": lines(1)}, "README.md is no YAML"),
+        ({"train__zip": b"PK\x03\x04rubbish"}, "not a zip file"),
+        ({"train__jsonl__gz": CUT_SHORT}, "ended before the end-of-stream marker"),
+        ({"train__tar": b""}, "empty file"),
+        ({"train__tar": b"x" * 2000}, "invalid header"),
+        ({"train__jsonl": ""}, "holds no row"),
+        ({"train__jsonl__gz": gzip.compress(b"")}, "holds no row"),
+        ({"train__json": "[]"}, "holds no row"),
+        ({"train__csv": "problem,answer\n"}, "holds no row"),
+        ({"train__parquet": no_row_of_parquet()}, "holds no row"),
+    ],
+)
+def test_a_damaged_or_empty_folder_is_refused_before_the_run(tmp_path, files, told, streaming) -> None:
+    source = folder_of(tmp_path, **files).model_copy(update={"streaming": streaming})
+    with pytest.raises((ConfigError, DataError), match=rf"mine: .*{told}"):
+        check_source(source)
 
 
 @pytest.mark.parametrize(
