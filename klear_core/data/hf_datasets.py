@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from klear_core.artifacts.files import content_digest
 from klear_core.config.data import DatasetsSource
 from klear_core.errors import ConfigError, DataError
 
@@ -72,7 +73,9 @@ def _builder(source: DatasetsSource) -> tuple[Any, str]:
         )
     place = str(Path(source.path).absolute()) if source.path else source.repo
     with _explained(source, ConfigError):
-        builder = datasets.load_dataset_builder(place, source.subset or None, revision=source.revision or None)
+        builder = datasets.load_dataset_builder(
+            place, source.subset or None, revision=source.revision or None, cache_dir=_cache_of(source)
+        )
     splits = [str(split) for split in builder.config.data_files or builder.info.splits or ()]
     if source.split in splits:
         return builder, source.split
@@ -82,6 +85,16 @@ def _builder(source: DatasetsSource) -> tuple[Any, str]:
     if source.split:
         raise ConfigError(f"{_origin(source)}: no split {source.split!r}; it has {there}; `limit` reads a part of one")
     raise ConfigError(f"{_origin(source)}: holds the splits {there}; set `split` to one of them")
+
+
+def _cache_of(source: DatasetsSource) -> str | None:
+    """Return the cache of a folder's content: `datasets` itself tells a folder's files apart by their times alone."""
+    import datasets
+
+    if not source.path:
+        return None
+    root = Path(datasets.config.HF_DATASETS_CACHE)
+    return str(root / content_digest(Path(source.path), cache=root / "klear_hashes.json"))
 
 
 def _made(builder: Any, split: str, source: DatasetsSource) -> list[Path] | None:

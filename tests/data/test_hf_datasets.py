@@ -227,6 +227,19 @@ def test_a_damaged_or_empty_folder_is_refused_before_the_run(tmp_path, files, to
         check_source(source)
 
 
+def test_a_file_rewritten_with_its_old_time_is_read_again(tmp_path: Path) -> None:
+    # The cache of `datasets` tells a folder's files apart by their times of modification.
+    source = folder_of(tmp_path, train__jsonl=lines(1))
+    file = Path(source.path) / "train.jsonl"
+    modified = file.stat().st_mtime_ns
+    for streaming in (False, True):
+        read = source.model_copy(update={"streaming": streaming})
+        for number in (1, 2):
+            file.write_text(lines(number))
+            os.utime(file, ns=(modified, modified))
+            assert answers(read) == [str(2 * number)]
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
