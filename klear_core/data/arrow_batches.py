@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,14 +50,14 @@ def parquet_batches(
         batch_size = rows_at_a_time(file.metadata.num_rows, sum(group.total_byte_size for group in groups))
         wanted = _wanted(file.schema_arrow, columns)
         if span is None:
-            yield from file.iter_batches(batch_size=batch_size, columns=wanted)
+            yield from map(_with_class_names, file.iter_batches(batch_size=batch_size, columns=wanted))
             return
         end = 0
         for i, group in enumerate(groups):
             start, end = end, end + group.num_rows
             if start < span.stop and span.start < end:
                 batches = file.iter_batches(batch_size=batch_size, row_groups=[i], columns=wanted)
-                yield from rows_within(batches, start, span)
+                yield from map(_with_class_names, rows_within(batches, start, span))
 
 
 def _wanted(schema: pa.Schema, columns: frozenset[str]) -> list[str]:
@@ -89,7 +90,40 @@ def arrow_batches(path: Path, columns: frozenset[str] = ALL_COLUMNS) -> Iterator
         else:
             source.seek(0)
             batches = iter(pa.ipc.open_stream(source))
-        yield from (batch.select(_wanted(batch.schema, columns)) for batch in batches)
+        for batch in batches:
+            yield _with_class_names(batch.select(_wanted(batch.schema, columns)))
+
+
+_NO_CLASS = -1
+"""Number of a row without a class, as `datasets` has it."""
+
+
+def _with_class_names(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch with the names of classes in place of their numbers, where `datasets` wrote their names down."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for column, names in _class_names(batch.schema).items():
+        i = batch.schema.get_field_index(column)
+        if i >= 0 and pa.types.is_integer(batch.schema.field(i).type):
+            numbers = batch.column(i)
+            numbers = pc.if_else(pc.equal(numbers, _NO_CLASS), None, numbers)
+            batch = batch.set_column(i, column, pa.array(names, pa.string()).take(numbers))
+    return batch
+
+
+def _class_names(schema: pa.Schema) -> dict[str, list[str]]:
+    """Return the names of the classes of each column that has some, by the features in the schema."""
+    try:
+        written = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError):  # other programs wrote the file, or wrote it anew
+        return {}
+    features = written.items() if isinstance(written, dict) else ()
+    return {column: feature["names"] for column, feature in features if _is_named_class(feature)}
+
+
+def _is_named_class(feature: object) -> bool:
+    return isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and bool(feature.get("names"))
 
 
 def check_arrow_end(path: Path, label: str) -> None:

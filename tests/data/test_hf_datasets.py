@@ -240,6 +240,23 @@ def test_a_file_rewritten_with_its_old_time_is_read_again(tmp_path: Path) -> Non
             assert answers(read) == [str(2 * number)]
 
 
+CLASSES = """---
+dataset_info:
+  features:
+  - {name: problem, dtype: string}
+  - {name: answer, dtype: {class_label: {names: {'0': 'yes', '1': 'no'}}}}
+---
+"""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_answer_that_is_a_class_is_its_name(tmp_path: Path, streaming: bool) -> None:
+    rows = [{"problem": f"Is {n} even?", "answer": answer} for n, answer in ((2, "yes"), (3, "no"))]
+    text = "".join(f"{json.dumps(one)}\n" for one in rows)
+    source = folder_of(tmp_path, README__md=CLASSES, train__jsonl=text)
+    assert answers(source.model_copy(update={"streaming": streaming})) == ["yes", "no"]
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

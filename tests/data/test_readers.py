@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from klear_core.data.arrow_batches import Span
 from klear_core.data.json_arrays import large_element
 from klear_core.data.readers import BrokenRow, FileRow, read_rows, stem_of
 from klear_core.errors import ConfigError, DataError
@@ -217,3 +218,34 @@ class _Parts(io.StringIO):
 
     def read(self, _size: int | None = -1) -> str:
         return super().read(self._width)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+@pytest.mark.parametrize("span", [None, Span(start=1, stop=4, rows_before=1, num_rows=3, num_bytes=1)])
+def test_classes_come_by_the_names_that_datasets_wrote_down(tmp_path, name, span):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    features = {"answer": {"names": ["yes", "no"], "_type": "ClassLabel"}, "n": {"dtype": "int64", "_type": "Value"}}
+    written = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"n": [0, 1, 0, 1], "answer": pa.array([0, 1, None, -1], pa.int64())}).replace_schema_metadata(
+        written
+    )
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_stream(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    expected = [{"n": 0, "answer": "yes"}, {"n": 1, "answer": "no"}, {"n": 0, "answer": None}, {"n": 1, "answer": None}]
+    rows = list(read_rows(tmp_path / name, span=span))
+    assert [row.fields for row in rows] == expected[0 if span is None else 1 :]
+
+
+@pytest.mark.parametrize("written", ["{}", '{"info": {}}', '{"info": {"features": null}}', "not JSON", "[]"])
+def test_numbers_stay_numbers_where_the_features_say_nothing(tmp_path, written):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"answer": [1]}).replace_schema_metadata({"huggingface": written})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert [row.fields for row in read_rows(tmp_path / "a.parquet")] == [{"answer": 1}]
