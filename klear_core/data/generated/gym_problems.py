@@ -33,6 +33,8 @@ _CHUNK = 500
 """Problems of one data set; a further one has another seed. It is the package's default size."""
 _DRAWS = 40
 """Draws for each problem that is wanted; one in eight is held out, and small tasks repeat themselves."""
+_DRY_FACTOR = 20
+"""How much longer than expected a run of draws without a new problem must be before drawing ends."""
 
 BY_TEXT = frozenset(
     (
@@ -151,7 +153,8 @@ def _drawn(
     cfg: GymSource, seed: int, level: int | None, wanted: int, seen: set[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield question and reference value of new problems of the split; `seen` has the content of all before."""
-    num_drawn = num_refused = num_found = 0
+    num_drawn = num_refused = num_found = num_dry = 0
+    most = _DRAWS * wanted + 4 * _CHUNK
     while num_found < wanted:
         chunk_seed = seed_for(seed, "data/reasoning_gym", cfg.name, str(level), num_drawn) % 2**31
         dataset = gym.open_dataset(cfg.task, cfg.config, level=level, seed=chunk_seed, size=_CHUNK)
@@ -159,6 +162,7 @@ def _drawn(
             if num_found == wanted:
                 return
             num_drawn += 1
+            num_dry += 1
             random.seed(chunk_seed + index)  # list_functions draws from the global generator
             entry = dataset[index]
             content = content_of(cfg.task, entry["question"], entry["answer"])
@@ -168,16 +172,30 @@ def _drawn(
             value = gym.reference_value(cfg.task, cfg.config, level, entry)
             if _is_usable(cfg, value):
                 num_found += 1
+                num_dry = 0
                 yield entry["question"], value
             else:
                 num_refused += 1
-        if num_drawn > _DRAWS * wanted + 4 * _CHUNK or num_refused > wanted + _CHUNK:
+        if (
+            num_drawn > most
+            or num_refused > wanted + _CHUNK
+            or _is_exhausted(num_dry, wanted - num_found, most - num_drawn)
+        ):
             at = "" if level is None else f" at level {level}"
             why = f"; {num_refused} more have an answer that the judge does not accept" if num_refused else ""
             raise ConfigError(
                 f"{wanted} {cfg.split} problems of {cfg.task!r}{at} wanted, but {num_drawn} draws gave only "
                 f"{num_found} that differ{why}; lower num_problems, or name more levels or a wider config"
             )
+
+
+def _is_exhausted(num_dry: int, num_missing: int, num_left: int) -> bool:
+    """Return whether `num_dry` draws without a new problem show that the draws left will not find all missing ones.
+
+    The share of draws that are new only falls. To find the missing ones it must be `num_missing / num_left` or more,
+    and then a run as long as this has a probability of at most exp(-_DRY_FACTOR), 2e-9.
+    """
+    return num_dry * num_missing > _DRY_FACTOR * num_left
 
 
 def _is_usable(cfg: GymSource, value: dict[str, Any]) -> bool:
