@@ -1,6 +1,7 @@
 """Answers to reasoning-gym's problems are judged by the package's own scorers, in workers that can be killed."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from klear_core.data.candidates import problem_from
 from klear_core.data.generated.gym_problems import as_candidates, problems_here
 from klear_core.types import AnswerToJudge, CustomReference, Domain, Outcome, Problem
 from klear_core.verify import JudgePool, gym
+
+sys.path.append(str(Path(__file__).parents[1] / "bench" / "verify"))
+from bench_gym_judges import numbers_asked, value_alone
 
 pytest.importorskip("reasoning_gym", reason="needs the extra `gym`")
 
@@ -184,3 +188,24 @@ def test_a_reference_of_another_version_gives_no_verdict(pool):
 def test_a_judge_of_ones_own_cannot_take_its_name():
     with pytest.raises(ValidationError, match="'reasoning_gym' is a judge of Klear's own"):
         VerifyConfig.model_validate({"judges": [{"name": "reasoning_gym", "function": "a:b"}]})
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [("94*4 - 61 - 6", "309"), ("2 × 3 × 7 × 19", "798"), ("6*4*4/4", "24"), ("8*(88 - 37 + 60)/6 + 56", "204")],  # noqa: RUF001
+)
+def test_the_bench_asks_for_the_value_of_a_calculation_alone(answer, value):
+    assert list(value_alone(answer)) == [value]
+
+
+@pytest.mark.parametrize(
+    "answer", ["12", "-3", "0.25", "3/4", "0 1 0", "18:03", "(4.051, -5.487)", "2*x + C", "Chi", "139"]
+)
+def test_what_is_no_calculation_has_no_value_alone(answer):
+    assert not list(value_alone(answer))
+
+
+def test_the_bench_asks_for_each_number_of_the_question_that_is_not_the_answer():
+    question = "Make 309 of 94, 4, 61 and 6.5."
+    assert list(numbers_asked(question, "94*4 - 61 - 6")) == ["309", "94", "4", "61", "6.5"]
+    assert list(numbers_asked(question, "4.0")) == ["309", "94", "61", "6.5"]

@@ -45,6 +45,20 @@ BY_TEXT = frozenset(
     )
 )  # fmt: skip
 """Tasks whose problems numbers and answer do not tell apart: of 150 problems fewer than nine in ten differ in them."""
+BY_MATH = frozenset(
+    (
+        "advanced_geometry", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "bf", "binary_alternation",
+        "binary_matrix", "caesar_cipher", "calendar_arithmetic", "chain_sum", "circuit_logic", "color_cube_rotation",
+        "count_bits", "count_primes", "course_schedule", "cryptarithm", "decimal_arithmetic", "dice", "futoshiki",
+        "game_of_life", "gcd", "isomorphic_strings", "knight_swap", "largest_island", "lcm", "leg_counting",
+        "letter_counting", "maze", "needle_haystack", "number_sequence", "number_sorting", "path_star",
+        "polynomial_equations", "pool_matrix", "products", "ransom_note", "rectangle_count", "rotate_matrix",
+        "rotten_oranges", "self_reference", "shortest_path", "simple_equations", "simple_geometry", "spell_backward",
+        "spiral_matrix", "string_insertion", "string_manipulation", "string_splitting", "string_synthesis", "sudoku",
+        "syllogism", "time_intervals",
+    )
+)  # fmt: skip
+"""Tasks that the math judge can score by itself, as docs/data/reasoning_gym.md has them."""
 _MOST_TERMS = 8
 """Numbers from which on their order counts: they are a grid or a list, and not the terms of a sum."""
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -76,7 +90,7 @@ def generate_gym(cfg: GymSource, *, seed: int) -> Iterator[Candidate]:
 
 
 def check_gym(cfg: GymSource) -> None:
-    """Raise ConfigError if the package, the task, a level or a setting is unknown."""
+    """Raise ConfigError if the package, the task, a level or a setting is unknown, or the judge no judge of the task."""
     if len(set(cfg.levels)) != len(cfg.levels):
         raise ConfigError(f"source {cfg.name!r}: levels = {cfg.levels!r} names a level twice")
     for level in cfg.levels or (None,):
@@ -84,6 +98,11 @@ def check_gym(cfg: GymSource) -> None:
             gym.open_dataset(cfg.task, cfg.config, level=level)
         except ConfigError as e:
             raise ConfigError(f"source {cfg.name!r}: {e}") from e
+    if cfg.judge == "math" and cfg.task not in BY_MATH:
+        raise ConfigError(
+            f"source {cfg.name!r}: judge = 'math' calls wrong answers to {cfg.task!r} right, or right ones wrong "
+            "(docs/data/reasoning_gym.md has examples, and the tasks that it can judge): set judge = 'own'"
+        )
 
 
 def content_of(task: str, question: str, answer: str | None) -> str:

@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import chain
@@ -32,6 +33,8 @@ _NUM_OTHERS = 3
 _INTEGER = re.compile(r"-?\d+")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
 _FRACTION = re.compile(r"-?\d+/\d+")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_FORMULA = re.compile(r"[\d\s.+*/()-]*\d[\d\s.+*/()-]*")
 _SHOWN = 40
 
 
@@ -102,7 +105,8 @@ def _compared(task: str, judges: JudgePool) -> Comparison:
 def _judge(comparison: Comparison, judges: JudgePool, problem: Problem, answer: str, others: Sequence[str]) -> None:
     by_math = replace(problem, reference=MathReference(answers=(answer,)))
     same = list(dict.fromkeys(chain([answer], same_in_another_form(answer))))
-    tried = list(dict.fromkeys(chain(same, others, other_answers(answer))))
+    more = chain(other_answers(answer), value_alone(answer), numbers_asked(problem.question, answer))
+    tried = list(dict.fromkeys(chain(same, others, more)))
     responses = [f"<think>\n</think>\n\\boxed{{{text}}}" for text in tried]
     verdicts = [(judges.submit(problem, r), judges.submit(by_math, r)) for r in responses]
     for text, (own_future, math_future) in zip(tried, verdicts, strict=True):
@@ -143,6 +147,21 @@ def other_answers(answer: str) -> Iterator[str]:
         yield from (f"{answer} x", answer[::-1], " ".join(reversed(answer.split())))
 
 
+def value_alone(answer: str) -> Iterator[str]:
+    """Yield the value of an answer that is a calculation: the answer to another question."""
+    formula = answer.replace("\N{MULTIPLICATION SIGN}", "*")
+    if _FRACTION.fullmatch(answer) or _DECIMAL.fullmatch(answer) or not _FORMULA.fullmatch(formula):
+        return
+    with suppress(SyntaxError):  # rows of numbers and times of day are no formulas
+        yield str(gym.read_formula(formula))
+
+
+def numbers_asked(question: str, answer: str) -> Iterator[str]:
+    """Yield the numbers in the question, without one that is the answer."""
+    right = Fraction(answer) if _DECIMAL.fullmatch(answer) else None
+    yield from (number for number in _NUMBER.findall(question) if Fraction(number) != right)
+
+
 def _reference_answer(problem: Problem) -> str | None:
     assert isinstance(problem.reference, CustomReference)
     answer = json.loads(problem.reference.value_json)["answer"]
@@ -163,11 +182,13 @@ def page(found: Sequence[Comparison]) -> str:
             "",
             f"Version {REASONING_GYM}, {len(found)} tasks; `klear bench gym_judges` writes this page. Each task's own scorer and the math",
             f"judge judged the same boxed answers to {NUM_PROBLEMS} problems of the task's default configuration ({NUM_SLOW} of the four",
-            f"slowest): the reference's, those of up to {_NUM_OTHERS} other problems, and up to seven changed ones: the same value or text",
-            "in another form (`6.0` for `6`, other case, a full stop), and near misses (one off, reversed, a word more).",
+            f"slowest): the reference's, those of up to {_NUM_OTHERS} other problems, up to seven changed ones: the same value or text",
+            "in another form (`6.0` for `6`, other case, a full stop), and near misses (one off, reversed, a word more); the value",
+            "of a calculation without the calculation (`24` for `6*4*4/4`), and each number of the question.",
             "",
             f'The math judge can score {len(able)} tasks by itself (`judge = "math"`): it called right whatever the scorer gives',
-            f"the full score, and beyond that only other forms of the right answer. These are {', '.join(f'`{task}`' for task in able)}.",
+            "the full score, and beyond that only other forms of the right answer. For other tasks the setting is refused.",
+            f"These are {', '.join(f'`{task}`' for task in able)}.",
             "",
             "- **levels**: of the curriculum, from 0; none if the task has none.",
             "- **split by**: what decides training or held-out, numbers and answer, or the text without names.",

@@ -1,4 +1,5 @@
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from itertools import islice
@@ -8,7 +9,7 @@ import pytest
 
 from klear_core.config.data import REASONING_GYM, BenchmarkConfig, GymSource
 from klear_core.data.candidates import Candidate
-from klear_core.data.generated.gym_problems import BY_TEXT, as_candidates, content_of, problems_here
+from klear_core.data.generated.gym_problems import BY_MATH, BY_TEXT, as_candidates, content_of, problems_here
 from klear_core.data.sources import check_source, read_source
 from klear_core.errors import ConfigError
 from klear_core.types import CustomReference, MathReference
@@ -171,11 +172,24 @@ def test_the_last_problem_that_there_is_is_found(seed):
         ({"task": "chain_sum", "config": {"size": 3}}, "no setting 'size'"),
         ({"task": "chain_sum", "config": {"min_terms": 9}}, "max_terms must be >= min_terms"),
         ({"task": "chain_sum", "config": {"min_terms": "x"}}, "refuses its configuration"),
+        ({"task": "countdown", "judge": "math"}, "wrong answers to 'countdown' right, .*: set judge = 'own'"),
+        ({"task": "zebra_puzzles", "judge": "math"}, "set judge = 'own'"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_generated(settings, message):
     with pytest.raises(ConfigError, match=message):
         check_source(GymSource.model_validate({"num_problems": 5} | settings))
+
+
+def test_the_math_judge_is_accepted_for_the_tasks_that_the_page_of_the_bench_lists():
+    (listed,) = re.findall(r"^These are (.*)\.$", (ROOT / "docs/data/reasoning_gym.md").read_text(), re.MULTILINE)
+    assert set(listed.replace("`", "").split(", ")) == BY_MATH
+    check_source(GymSource(task="chain_sum", name="chain_sum", num_problems=5, judge="math"))
+
+
+@pytest.mark.parametrize("task", ["countdown", "prime_factorization", "puzzle24"])
+def test_tasks_that_ask_for_a_calculation_are_not_judged_by_its_value(task):
+    assert task not in BY_MATH
 
 
 def test_the_process_ends_when_only_the_first_problems_are_read():
