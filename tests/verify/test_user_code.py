@@ -126,7 +126,7 @@ def test_a_number_is_the_value_whatever_its_type(pool: JudgePool) -> None:
         ("none", "returned NoneType, and not a number"),
         ("word", "returned str, and not a number"),
         ("exit", "SystemExit: 0"),
-        ("loop", "killed at its limit of CPU time"),
+        ("loop", "killed at its limit of CPU time|ran out of time"),  # whichever comes first on a busy machine
         ("die", "a worker died"),
         ("segfault", "a worker died"),
     ],
