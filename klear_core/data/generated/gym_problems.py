@@ -90,7 +90,7 @@ def generate_gym(cfg: GymSource, *, seed: int) -> Iterator[Candidate]:
 
 
 def check_gym(cfg: GymSource) -> None:
-    """Raise ConfigError if the package, the task, a level or a setting is unknown, or the judge no judge of the task."""
+    """Raise ConfigError if package, task, a level or a setting is unknown, or if the judge cannot judge the task."""
     if len(set(cfg.levels)) != len(cfg.levels):
         raise ConfigError(f"source {cfg.name!r}: levels = {cfg.levels!r} names a level twice")
     for level in cfg.levels or (None,):
