@@ -1,11 +1,11 @@
 """Answers to reasoning-gym's problems are judged by the package's own scorers, in workers that can be killed."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench_gym_judges import numbers_asked, value_alone
 from pydantic import ValidationError
 from verify_builders import boxed, problem
 
@@ -16,9 +16,6 @@ from klear_core.data.candidates import problem_from
 from klear_core.data.generated.gym_problems import as_candidates, problems_here
 from klear_core.types import AnswerToJudge, CustomReference, Domain, Outcome, Problem
 from klear_core.verify import JudgePool, gym
-
-sys.path.append(str(Path(__file__).parents[1] / "bench" / "verify"))
-from bench_gym_judges import numbers_asked, value_alone
 
 pytest.importorskip("reasoning_gym", reason="needs the extra `gym`")
 
