@@ -77,6 +77,8 @@ def test_collapses_on_stale_samples_that_plan_warns_of_are_those_of_the_runs() -
     assert collapsed == {"gppo_16_hot": 8, "gppo_4": 3, **at_half_the_rate, **reused}
     compared = {"gppo_4", "gppo_16_hot", "m2po_4", "m2po_16", "ce_gppo_16", "learner_4", "learner_16"}
     assert {(r.variant, r.learning_rate) for r in runs if r.variant in compared} == {(v, 2.5e-5) for v in compared}
+    of_smol = read_cells(ROOT / "docs/data/stale_smol.jsonl")
+    assert Counter((run.variant, run.collapsed) for run in of_smol) == {("gppo_8", True): 3, ("m2po_8", False): 3}
     assert fisher_exact_p((8, 0), (8, 8)) == pytest.approx(2 / math.comb(16, 8))
 
 
