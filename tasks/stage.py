@@ -148,11 +148,11 @@ def _run_body(body: StageBody, workdir: Path, telemetry: StageTelemetry) -> Stag
         is_done = True
     finally:
         telemetry.close(is_done=is_done)
-        return_memory()
+        _return_memory()
     return summary
 
 
-def return_memory() -> None:
+def _return_memory() -> None:
     """Give memory that this process has freed back to the system.
 
     glibc keeps what many threads have freed in small pieces: 6.7 GB after SFT of 135 million parameters, which the next

@@ -374,8 +374,7 @@ class RlConfig(Settings):
         target = self.entropy_target
         if target is not None and self.entropy_coef > target.max_coef:
             raise ValueError(
-                f"entropy_coef = {self.entropy_coef:g}, from which it adapts, is above entropy_target.max_coef = "
-                f"{target.max_coef:g}"
+                f"entropy_coef = {self.entropy_coef:g} is above entropy_target.max_coef = {target.max_coef:g}"
             )
         return self
 

@@ -125,6 +125,6 @@ def test_at_16_versions_the_learners_log_probs_are_no_remedy() -> None:
 
 
 def test_an_entropy_bonus_starts_within_its_bound() -> None:
-    with pytest.raises(ValueError, match=r"entropy_coef = 0\.5, from which it adapts, is above .*max_coef = 0\.1"):
+    with pytest.raises(ValueError, match=r"entropy_coef = 0\.5 is above .*max_coef = 0\.1"):
         RlConfig.model_validate({"entropy_coef": 0.5, "entropy_target": {}})
     assert RlConfig.model_validate({"entropy_coef": 0.1, "entropy_target": {}})

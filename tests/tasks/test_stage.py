@@ -22,7 +22,7 @@ from tasks import tracking
 from tasks.delivery import Undelivered
 from tasks.mlflow_backend import VIEW_TAG, OpenRun, TrackedRun, mlflow_backend
 from tasks.progress import Console, shown_on
-from tasks.stage import return_memory, run_stage
+from tasks.stage import run_stage
 from tasks.tracking import RunInfo, code_commit
 
 
@@ -294,20 +294,23 @@ def mlflow_runs(workspace: WorkspaceConfig, run_id: str):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_memory_that_threads_have_freed_in_small_pieces_is_given_back() -> None:
+def test_memory_that_a_stage_has_freed_in_small_pieces_is_given_back(workspace: WorkspaceConfig) -> None:
     """The last piece of each thread lives, so that its heap cannot shrink by itself."""
-    process, alive = psutil.Process(), []
+    alive, used = [], []
 
     def fill() -> None:
         pieces = [bytearray(100_000) for _ in range(500)]
         alive.append(pieces[-1])
 
-    threads = [threading.Thread(target=fill) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    kept = process.memory_info().rss
-    return_memory()
-    assert kept - process.memory_info().rss > 100 << 20
+    def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
+        threads = [threading.Thread(target=fill) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        used.append(psutil.Process().memory_info().rss)
+        return StageSummary()
+
+    run_stage(info(workspace, "memory"), job(99), {}, body)
+    assert used[0] - psutil.Process().memory_info().rss > 100 << 20
     assert len(alive) == 8
