@@ -11,6 +11,7 @@ from rich.table import Table
 
 from klear_core.cluster.placement import is_too_large_for_cpu
 from klear_core.config.evaluate import VllmEngineConfig
+from klear_core.config.opd_jobs import OpdJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.stage import Stage
@@ -109,8 +110,11 @@ def _stale_lines(config: PipelineConfig, chosen: Collection[str] | None) -> Iter
     for section, rl in _rl_settings(config, chosen):
         if risk := rl.stale_risk(rl.max_staleness):
             yield f"{section}.max_staleness = {rl.max_staleness} and {risk}"
-    if config.opd and (chosen is None or "opd" in chosen) and (risk := config.opd.stale_risk):
-        yield f"opd.teacher.top_k = 0, opd.train.num_steps = {config.opd.train.num_steps} and {risk}"
+    for stage in stages_of(config):
+        if isinstance(stage.job, OpdJob) and (chosen is None or stage.name in chosen):
+            assert config.opd is not None
+            if risk := config.opd.stale_risk:
+                yield f"opd.teacher.top_k = 0, opd.train.num_steps = {config.opd.train.num_steps} and {risk}"
 
 
 def _rl_settings(config: PipelineConfig, chosen: Collection[str] | None) -> Iterator[tuple[str, RlConfig]]:

@@ -209,7 +209,7 @@ def domain_of(reference: Reference) -> Domain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A prompt with its reference. `problem_id` is `problem_id_of(question)`."""
+    """A prompt with its reference. `problem_id` is `problem_id_of(question, domain)`."""
 
     problem_id: str
     source: str
@@ -220,7 +220,7 @@ class Problem:
 
 
 def problem_id_of(question: str, domain: Domain) -> str:
-    """Return 16 hex digits of the question's content: the same text has the same id in every run and source."""
+    """Return 16 hex digits of domain and question: the same text has the same id in every run and source."""
     return hashlib.blake2b(f"{domain}\x1f{question.strip()}".encode(), digest_size=8).hexdigest()
 
 
@@ -439,7 +439,7 @@ class Rollout:
     """Values of the user's rewards by name, without their weights; None for one that failed by itself, and then
     `reward` has no meaning."""
     failed_rewards: tuple[str, ...] = ()
-    """Names of the user's rewards that failed on this answer, and gave it the lowest value."""
+    """Names of the user's rewards that failed on this answer: `failed_value`, or the group's least gain, counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -464,7 +464,7 @@ class TrainSample(TokenCounts):
     is_positive: bool
     """Copied from the rollout: the language-model loss learns from positive samples."""
     oldest_version: int
-    """Version of the weights that sampled its first token."""
+    """Oldest version of the weights that sampled one of its tokens."""
     teacher_logps: tuple[float, ...] = ()
     """A teacher's log-probs of these tokens, at the sampling temperature; empty where no teacher scored the answer."""
     top_ids: tuple[int, ...] = ()

@@ -155,10 +155,12 @@ class OpdConfig(Settings):
 
     @property
     def stale_risk(self) -> str:
-        """Return `RlConfig.stale_risk` for the last step, whose answers are as old as the training; nothing for a
-        teacher's likeliest tokens, which are learnt without a ratio."""
-        num_updates = self.train.num_steps * self.train.minibatches_per_step
-        return "" if self.teacher.top_k else self.train.as_rl(self.rollouts).stale_risk(num_updates // 16)
+        """Return `RlConfig.stale_risk` for the last step, whose answers are as old as the training; nothing where the
+        learner's log-probs before each step are the old ones, or a teacher's likeliest tokens are learnt, without a
+        ratio."""
+        if self.teacher.top_k or self.train.old_logps == "learner":
+            return ""
+        return self.train.as_rl(self.rollouts).stale_risk(self.train.num_steps, can_correct=False)
 
     @model_validator(mode="after")
     def _whole_distributions_have_no_ratio(self) -> Self:

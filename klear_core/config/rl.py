@@ -31,8 +31,6 @@ from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, T
 
 # ---- rollout ----
 # Define the settings of sampling in RL: which problems are asked, how answers are sampled, which groups are kept.
-#
-# "Paper" is Klear-Reasoner (arXiv 2508.07629); "scripts" are the training scripts published with it.
 
 
 class PromptFilterConfig(Settings):
@@ -118,7 +116,7 @@ class GroupFilterConfig(Settings):
     """Selection of the groups to train on."""
 
     zero_advantage: Literal["reward", "accuracy", "off"] = "reward"
-    """Drop groups whose rewards (the paper) or 0/1 accuracies (its code, for code problems too) are all equal."""
+    """Drop groups whose rewards (paper; without `rl.distill`) or 0/1 accuracies (its code, code, too) are all equal."""
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
     """Groups with a lower mean accuracy are dropped; 0 drops none. An accurate answer is correct and has the tags that
     `reward` requires."""
@@ -263,7 +261,7 @@ class RlConfig(Settings):
     num_steps: int = Field(default=500, ge=1)
     """RL steps. Undisclosed in the paper, whose plots end at 240; the scripts have 5 epochs, up to 585 steps."""
     minibatches_per_step: int = Field(default=8, ge=1)
-    """Optimizer steps per RL step (scripts: 8 math, 4 code). With 1 every ratio is 1 and all clip losses are equal."""
+    """Updates per RL step (scripts: 8 math, 4 code). With 1, and the learner's old log-probs, every ratio is 1."""
     optim: RlOptimConfig = RlOptimConfig()
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of all weights; None trains all, as the paper."""
@@ -328,9 +326,9 @@ class RlConfig(Settings):
         """Whether engines sample for later steps while the learner updates."""
         return self.max_staleness > 0 and self.rollout.mode != "delayed"
 
-    def stale_risk(self, age: int) -> str:
-        """Return a sentence if samples that are `age` weight versions old, of 16 updates each, are as old as those on
-        which the loss collapsed, or if nobody tried these settings on them; else nothing."""
+    def stale_risk(self, age: int, *, can_correct: bool = True) -> str:
+        """Return a sentence if samples `age` weight versions old are as old as those on which the loss collapsed, or if
+        nobody tried these settings on them; else nothing. `can_correct`: `mismatch` is a setting of the user's."""
         loss = self.loss
         if age < _STALE or not isinstance(loss, GppoConfig):
             return ""
@@ -341,7 +339,7 @@ class RlConfig(Settings):
         remedies = 'loss.kind = "m2po", or loss.preset = "ce_gppo"'
         collapse_age, num_seeds = (_VERY_STALE, 8) if age >= _VERY_STALE else (_STALE, 3)
         if self.old_logps == "sampler":
-            if age < _VERY_STALE:
+            if age < _VERY_STALE and can_correct:
                 remedies += ', or old_logps = "learner" with mismatch.truncate_at = 2'
             return (
                 f"{of}: on samples {collapse_age} versions old, of 16 updates each, a tiny model collapsed with it on "

@@ -203,7 +203,7 @@ class TrainRuntime(Settings):
     holds one or two layers at a time, at the price of copying the model in each pass. Needs a GPU or several ranks."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     max_nonfinite_steps: int = Field(default=5, ge=0)
-    """Maximum number of steps skipped for non-finite values; more stop the stage."""
+    """Maximum number of updates skipped for values that are not finite; more stop the stage."""
     stall_timeout_s: float = Field(default=1800, gt=0)
     """Seconds without progress after which the stage fails, with an error that names what each process did last.
 
@@ -310,8 +310,8 @@ class SftConfig(Settings):
     normalise: Literal["token", "sample"] = "token"
     """Divide the loss by all loss tokens of the step, or average within rows first. Equation 8 reads per sample."""
     source_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
-    """Number of times a source's rows occur in an epoch: 2 is twice, 0.5 a different half each epoch; unnamed sources
-    once. Undisclosed in the paper."""
+    """Number of times a source's rows occur in an epoch: 2 is twice, 0.5 a half that is drawn anew each epoch; unnamed
+    sources once. Undisclosed in the paper."""
     validation_frac: float = Field(default=0.02, ge=0, lt=0.5)
     """Share of the problems held out for validation, with all their traces."""
     max_validation_rows: int = Field(default=512, ge=1)

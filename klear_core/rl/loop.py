@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
@@ -50,7 +51,7 @@ from klear_core.waits import TRACE_FILE, loop_watched, now, span, traced, waitin
 log = logging.getLogger(__name__)
 
 _CHECK_FROM_STEP = 20  # steps after which a run whose groups give no gradient is stopped
-_NUM_SHOWN = 20  # number of steps, spread over the run, whose first answers are saved for the report
+_NUM_SHOWN = 20  # most steps, spread over the run, whose first answers are saved for the report, beside the last
 OpenTeacher = Callable[[], AbstractAsyncContextManager[Scorer | None]]
 """Starts a teacher that scores the answers of each step, or none."""
 no_teacher: OpenTeacher = nullcontext
@@ -186,16 +187,16 @@ async def run_steps(
                 oldest = step - cfg.max_staleness
                 samples = to_samples(collected.kept, cfg, oldest_allowed=oldest)
                 rows = samples.rows if teacher is None else await teacher(samples.rows)
-            with phase("learn"):
                 # No request is running now: the config refuses sleeping engines with `max_staleness` above 0.
                 if sleeper is not None:
                     await evals.finish()
                     await sleeper.sleep()
+            with phase("learn"):
                 update = await learner.step(rows)
+            with phase("hand over"):
                 if (load := await load_of(engine)) is not None:
                     update |= load.metrics("rl")
                 await evals.finish()  # its answers are of the weights before this step
-            with phase("hand over"):
                 await sync_weights(learner, engine, sleeper, version=step + 1)
                 evals.start(engine, step=step + 1)
             # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
@@ -251,7 +252,7 @@ class StepLog:
         self._watch.log(metrics, step=progress.step)
         self._watch.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
         is_last = progress.step == cfg.num_steps
-        if is_last or (progress.step - 1) % max(1, cfg.num_steps // _NUM_SHOWN) == 0:
+        if is_last or (progress.step - 1) % math.ceil(cfg.num_steps / _NUM_SHOWN) == 0:
             save_shown(self._shown, collected.groups, cfg, step=progress.step)
 
     def keep(self) -> None:

@@ -80,8 +80,8 @@ def make_batch(
 
     def per_row(values: Sequence[float]) -> Tensor:
         # From one value per row in here to one per loss token; those are stored row after row.
-        surrogate_N = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
-        return surrogate_N.to(micro.target_N.device)
+        value_N = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+        return value_N.to(micro.target_N.device)
 
     sampler_logp_N = micro.gather({r: rows[r].sampler_logps for r in micro.rows})
     nan_N = torch.full_like(sampler_logp_N, torch.nan)

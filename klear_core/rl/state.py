@@ -150,7 +150,8 @@ def ratios_one_note(minibatches_per_step: int) -> str:
     """Explain what it means that every ratio was 1, and which setting would change it."""
     return (
         f"every ratio was 1: nothing was ever clipped, and all clip losses are the same. "
-        f"minibatches_per_step is {minibatches_per_step}; ratios move only with several, or with stale samples"
+        f"minibatches_per_step is {minibatches_per_step}; ratios move only with several, or with stale samples and "
+        'old_logps = "sampler"'
     )
 
 

@@ -233,8 +233,11 @@ class Curriculum:
         for problem_id in self._rejected:
             self._remember(problem_id, num_right=0, num_judged=0)
         for group in groups:
+            problem_id = group.problem.problem_id
             judged = [r.is_positive for r in group.rollouts if r.verdict.outcome.counts_for_model]
-            self._remember(group.problem.problem_id, num_right=sum(judged), num_judged=len(judged))
+            # A failure of the judge says nothing against a problem of which there is a tag.
+            if judged or problem_id not in self._tags:
+                self._remember(problem_id, num_right=sum(judged), num_judged=len(judged))
         self._rejected = []
         self._drawn = {position: self._drawn[position] for position in unfinished}
         self._step += 1

@@ -183,14 +183,14 @@ def save_bad_batch(
     of_rank = f"-rank-{rank}" if rank else ""
     path = folder / f"step-{step:08d}-{num_skipped}{of_rank}.json"
     temporary = folder / f"{path.name}.{os.getpid()}.tmp"  # ranks of a context write the same file at once
-    log.warning("step %d skipped: loss or gradient not finite; its rows are in %s", step, path)
+    log.warning("step %d: an update skipped, loss or gradient not finite; its rows are in %s", step, path)
     with reporting("these rows are not kept"):
         folder.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps([_spell_nonfinite(asdict(row)) for row in rows], allow_nan=False))
         temporary.replace(path)
     if num_skipped > max_skipped:
         raise TrainingError(
-            f"{num_skipped} steps with a loss or gradient that is not finite, {max_skipped} are allowed; see {folder}"
+            f"{num_skipped} updates with a loss or gradient that is not finite, {max_skipped} are allowed; see {folder}"
         )
 
 

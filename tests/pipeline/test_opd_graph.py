@@ -187,6 +187,8 @@ def test_a_teacher_other_than_that_of_the_traces_is_warned_of(changes: dict[str,
 def test_without_distillation_or_with_a_teacher_trained_on_the_same_traces_nothing_is_warned_of() -> None:
     assert list(teacher_notes(PipelineConfig())) == []
     assert list(teacher_notes(config({}))) == []
+    later = config({"teacher": {"source": GIVEN}}, **LIVE, given={"rl": {"path": "m"}})
+    assert list(teacher_notes(later)) == []  # its stages are not in the run
     (note,) = teacher_notes(config({}, given={"sft": {"path": "m"}}))  # but not on the traces of that model
     assert note.startswith(
         "opd.teacher is trained on other traces, those of distill, and the SFT traces are by whoever"

@@ -245,7 +245,7 @@ def test_a_bad_update_is_skipped_saved_and_fatal_when_there_are_too_many(base: P
     assert math.isnan(float(kept[bad[0].token_ids]["advantage"]))
     json.loads(saved.read_text(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
     assert tuple(kept[bad[1].token_ids]["sampler_logps"]) == bad[1].sampler_logps
-    with pytest.raises(TrainingError, match="2 steps with a loss or gradient that is not finite"):
+    with pytest.raises(TrainingError, match="2 updates with a loss or gradient that is not finite"):
         it.step(bad)
 
 

@@ -167,7 +167,7 @@ def test_a_tagged_problem_that_cannot_be_asked_is_unusable_whatever_its_tag_says
     stream = curriculum(CurriculumConfig(revisit_frac=0, admit=0.4), rates={"a": (4, 8), "b": (4, 8)})
     asked = {item.problem.problem_id: item for item in stream.take(6)}
     stream.reject(asked["a"])
-    stream.end_step([group("c", 4, 4)])
+    stream.end_step([group("b", 0, 0, num_failed=8), group("c", 4, 4)])  # the judge failed, not b
     found = pools(stream, 6)
     assert (found["a"], found["b"], found["c"], found["d"]) == ("unusable", "mixed", "mixed", "new")
 

@@ -16,7 +16,7 @@ from klear_core.artifacts.model_files import origin_of
 from klear_core.artifacts.remote_paths import store_of
 from klear_core.config.data_jobs import GivenModelJob
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
-from klear_core.config.opd import GivenTeacher
+from klear_core.config.opd import GivenTeacher, OpdTeacherConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings
 from klear_core.config.train import GivenModelFacts, HubModelConfig, PublishedModel
@@ -131,13 +131,15 @@ def teacher_notes(config: PipelineConfig) -> Iterator[str]:
 
     With another one the gradient has a bias that no training removes (arXiv 2604.13010, teacher consistency).
     """
-    teachers = {
-        "opd.teacher": config.opd and config.opd.teacher,
-        "opd.code_teacher": config.opd and config.opd.code_teacher,
-        "rl_teacher": config.rl_teacher,
-    }
+    teachers: dict[str, OpdTeacherConfig | None] = {}
+    given = config.given
+    if config.opd and not (given.rl or given.rl_code or given.evaluate):
+        teachers |= {"opd.teacher": config.opd.teacher, "opd.code_teacher": config.opd.code_teacher}
+    is_rl_left = not given.rl or config.rl_code is not None
+    if is_rl_left and not (given.rl_code or given.evaluate):
+        teachers["rl_teacher"] = config.rl_teacher
     for key, teacher in teachers.items():
-        if teacher and not config.given.evaluate:
+        if teacher:
             source = teacher.source
             note = _teacher_note(config, key, source.model.as_model() if isinstance(source, GivenTeacher) else None)
             yield from [note] if note else []
