@@ -22,7 +22,7 @@ from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import to_samples
 from klear_core.rl.interfaces import RlSetup
 from klear_core.rl.loop import stream_of
-from klear_core.rl.rollout import Sampler, StallWatch, StepRollouts
+from klear_core.rl.rollout import RolloutWorker, StallWatch, StepRollouts
 from klear_core.rl.state import RlState
 from klear_core.rl.stream import PromptStream
 from klear_core.types import Completion, Judge
@@ -106,7 +106,7 @@ async def drive(
     run = Run(engine, progress=progress or RlState())
     engine.version = run.progress.step
     stream = stream_of(RlSetup(cfg=cfg, model=Path(), seed=0, workdir=Path()), PROBLEMS, {}, run.progress)
-    sampler = Sampler(engine, judge, Tokenizer(), cfg, seed=0, engine_status=lambda: "the slow engine")
+    sampler = RolloutWorker(engine, judge, Tokenizer(), cfg, seed=0, engine_status=lambda: "the slow engine")
     rollouts = ContinuousRollouts(sampler, stream, cfg, step=run.progress.step, again=run.progress.unfinished)
     async with rollouts as ahead:
         for step in range(run.progress.step, until or cfg.num_steps):
