@@ -145,8 +145,10 @@ class JudgePool:
             return done_verdict(Verdict(outcome=Outcome.UNVERIFIABLE, score=0.0, detail=detail))
         answer_text = find_answer_text(response, self.cfg)  # the part of the response in which an answer may be
         if isinstance(answer_text, NoAnswer):
+            # The reference first, as for any answer: otherwise answers without tags would be the only ones that count.
             is_code = isinstance(problem.reference, CodeReference)
-            return done_verdict(_no_answer_verdict(answer_text, self.cfg, is_code=is_code))
+            missing = _no_answer_verdict(answer_text, self.cfg, is_code=is_code)
+            return self._after(self.try_reference(problem), lambda _: missing)
         reference = problem.reference
         match reference:
             case MathReference():

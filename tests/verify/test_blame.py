@@ -22,7 +22,7 @@ from verify_builders import (
 )
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
-from klear_core.types import CodeReference, Outcome, Problem, Verdict
+from klear_core.types import CodeReference, MathReference, Outcome, Problem, Verdict
 from klear_core.verify import JudgePool, faulty_references
 from klear_core.verify.client import Fault, MathTask, Task
 
@@ -111,6 +111,7 @@ BOMBS += [
     "(1,2)" * 100,
     r"\text{" * 20,
 ]
+CUT_OFF = "<think>\nFirst I add"
 REFERENCES = ["73", "1/2", r"\sqrt{2}", "x^2+1", "(3,4]", "1,2", r"\text{Evelyn}", "B", "x>3", r"5\text{ cm}", "50%"]
 REFERENCES += [
     r"\begin{pmatrix}1\\2\end{pmatrix}",
@@ -153,6 +154,17 @@ def test_a_bomb_is_wrong_and_says_what_it_used_up(quick_pool: JudgePool) -> None
 def test_a_reference_that_exceeds_the_limits_by_itself_scores_no_answer(quick_pool: JudgePool, gold: str) -> None:
     for answer in ("5", "x", gold, r"\frac{1}{2}"):
         assert quick_pool.submit(math_problem(gold), boxed(answer)).result().outcome is Outcome.BAD_REFERENCE
+
+
+@pytest.mark.parametrize(
+    "reference", [MathReference(answers=(r"\frac{1}{2",)), MathReference(answers=("9^{9^{9^9}}+x",)), stdin_reference()]
+)
+def test_a_reference_that_cannot_be_used_leaves_an_answer_that_was_cut_off_unscored_as_the_others(
+    quick_pool: JudgePool, reference: MathReference | CodeReference
+) -> None:
+    """Else one cut-off answer of four would be the whole score of the problem."""
+    outcomes = [quick_pool.submit(problem(reference), text).result().outcome for text in (boxed("5"), CUT_OFF)]
+    assert outcomes == [Outcome.BAD_REFERENCE, Outcome.BAD_REFERENCE]
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -208,8 +220,8 @@ def test_a_reference_that_fails_its_trial_scores_no_program_whatever_it_does(
     code_pool: JudgePool, reference: CodeReference, reason: str
 ) -> None:
     programs = ["def add(a, b):\n    return a + b", "def add(a, b):\n    return 7", "raise ImportError", "print(1, 1)"]
-    for program in programs:
-        verdict = code_pool.submit(problem(reference), fenced(program)).result()  # uncounted: they would stop a stage
+    for response in [*map(fenced, programs), CUT_OFF]:
+        verdict = code_pool.submit(problem(reference), response).result()  # uncounted: they would stop a stage
         assert verdict.outcome is Outcome.BAD_REFERENCE, verdict
         assert reason in verdict.detail
 

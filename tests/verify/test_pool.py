@@ -92,6 +92,7 @@ def test_a_caller_that_is_cancelled_leaves_no_error_behind(
 def test_easy_verdicts_start_no_process() -> None:
     with JudgePool(ONE_WORKER) as pool:
         assert [pool.judge(math_problem("7"), boxed(a)).score for a in ("7", "8", "07")] == [1.0, 0.0, 1.0]
+        assert pool.submit(math_problem("7"), "<think>\nFirst I add").result(timeout=0).outcome is Outcome.NO_ANSWER
         assert pool._calls._client._link is None
 
 

@@ -146,7 +146,15 @@ def test_the_judge_sees_the_value_of_the_reference_and_the_parts_of_the_answer(p
 
 
 def test_an_answer_without_the_required_tags_is_no_answer_and_the_judge_is_not_asked(pool: JudgePool) -> None:
-    assert pool.submit(to_judge("near", 3), "\\boxed{die}").result().outcome is Outcome.NO_ANSWER
+    assert pool.submit(to_judge("near", {"target": 24}), "\\boxed{die}").result().outcome is Outcome.NO_ANSWER
+
+
+def test_where_a_judge_raises_on_all_answers_one_without_the_required_tags_is_unscored_as_the_others(
+    pool: JudgePool,
+) -> None:
+    responses = [boxed("24"), "\\boxed{24}"]
+    outcomes = [pool.submit(to_judge("near", {"aim": 24}), response).result().outcome for response in responses]
+    assert outcomes == [Outcome.JUDGE_FAILED, Outcome.JUDGE_FAILED]
 
 
 @pytest.mark.parametrize(
