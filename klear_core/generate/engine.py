@@ -227,7 +227,7 @@ class EngineStats:
     num_accepted: int = 0
     """Guessed tokens that were kept."""
     tokens_per_s: tuple[float, ...] = ()
-    """Tokens of finished answers a second, of each engine of a pool."""
+    """Tokens of finished answers a second, of each engine of a pool that has been sent a request."""
 
     def metrics(self, stage: str) -> dict[str, float]:
         """Return the metrics of a stage's engines."""
@@ -275,8 +275,13 @@ class Pace:
     num_answers: int = 0
     num_tokens: int = 0
     """Tokens of all answers since `since`."""
-    since: float = 0.0
-    """Time of the last call of `rate`, or 0."""
+    since: float | None = None
+    """Time of the first request, or of the last call of `rate`; None before a request."""
+
+    def begin(self, at: float) -> None:
+        """Count the time from now on, if this is the first request."""
+        if self.since is None:
+            self.since = at
 
     def add(self, seconds: float, num_tokens: int) -> None:
         """Count an answer."""
@@ -287,7 +292,8 @@ class Pace:
         self.mean_tokens += weight * (num_tokens - self.mean_tokens)
 
     def rate(self, at: float) -> float:
-        """Return the tokens a second since the last call."""
+        """Return the tokens a second since the last call, or the first request."""
+        assert self.since is not None, "an engine without a request has no rate"
         rate, self.num_tokens, self.since = self.num_tokens / max(1e-9, at - self.since), 0, at
         return rate
 
@@ -335,6 +341,27 @@ def limit_of(engine: object, limit: int, answer_tokens: int | None) -> int:
 async def load_of(engine: object) -> EngineStats | None:
     """Return an engine's load since the last call; None of one that reports none."""
     return await engine.stats() if isinstance(engine, MeasuredEngine) else None
+
+
+class PooledEngine(InferenceEngine, Protocol):
+    """One engine of a pool. A ResourceError of `generate` says that it can do nothing more until it is started."""
+
+    name: str
+    """Name for messages: `engine 3`."""
+
+    @property
+    def limit(self) -> int:
+        """Return the number of requests to send it at a time; it may change."""
+        ...
+
+    @property
+    def is_queued(self) -> bool:
+        """Return whether its start waits for GPUs that other work holds."""
+        ...
+
+    async def start(self) -> None:
+        """Start the engine, or another in place of one that died or was closed. EngineLost if it dies meanwhile."""
+        ...
 
 
 class TrainableEngine(InferenceEngine, Protocol):

@@ -25,9 +25,9 @@ from klear_core.config.evaluate import (
     VllmEngineConfig,
 )
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine, limit_of
+from klear_core.generate.engine import InferenceEngine, PooledEngine, SamplingParams, TrainableEngine, limit_of
 from klear_core.generate.http_engine import HttpEngine
-from klear_core.generate.pool import EngineLost, EnginePool, PooledEngine
+from klear_core.generate.pool import EngineLost, EnginePool
 from klear_core.types import Completion
 
 if TYPE_CHECKING:

@@ -16,10 +16,17 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import EngineStats, InferenceEngine, Pace, SamplingParams, combined, load_of
+from klear_core.generate.engine import (
+    EngineStats,
+    InferenceEngine,
+    Pace,
+    PooledEngine,
+    SamplingParams,
+    combined,
+    load_of,
+)
 from klear_core.types import Completion
 from klear_core.waits import now, span
 
@@ -118,8 +125,15 @@ class EnginePool:
 
     async def stats(self) -> EngineStats | None:
         """Return the load of all engines that report theirs; see `MeasuredEngine`."""
-        found = combined(await asyncio.gather(*(load_of(slot.engine) for slot in self._slots)))
-        rates = tuple(slot.pace.rate(now()) for slot in self._slots)
+        closing = [slot.closing for slot in self._slots if slot.closing is not None]
+        if closing:  # each reports its engine's load first; `wait` cuts none short if this is cancelled
+            await asyncio.wait(closing)
+        loads = list(await asyncio.gather(*(load_of(slot.engine) for slot in self._slots)))
+        for slot in self._slots:
+            loads += slot.loads_at_close
+            slot.loads_at_close.clear()
+        found = combined(loads)
+        rates = tuple(slot.pace.rate(now()) for slot in self._slots if slot.pace.since is not None)
         return None if found is None else replace(found, tokens_per_s=rates)
 
     def status(self) -> str:
@@ -184,11 +198,12 @@ class EnginePool:
             return
         for slot in self._slots:
             if not slot.running and not slot.is_away:
-                slot.begin_close()
+                slot.begin_close(keeps_load=slot.is_up)
 
     def _send(self, slot: Slot, request: Request) -> None:
         if not slot.running:
             slot.busy_since = time.monotonic()
+        slot.pace.begin(now())
         slot.running[request] = None
         request.asking = asyncio.create_task(self._ask(slot, request))
 
@@ -346,27 +361,6 @@ class EngineLost(ResourceError):  # noqa: N818  # it is an event to recover from
     """An engine died. Its requests can be asked again elsewhere."""
 
 
-class PooledEngine(InferenceEngine, Protocol):
-    """One engine of a pool. A ResourceError of `generate` says that it can do nothing more until it is started."""
-
-    name: str
-    """Name for messages: `engine 3`."""
-
-    @property
-    def limit(self) -> int:
-        """Return the number of requests to send it at a time; it may change."""
-        ...
-
-    @property
-    def is_queued(self) -> bool:
-        """Return whether its start waits for GPUs that other work holds."""
-        ...
-
-    async def start(self) -> None:
-        """Start the engine, or another in place of one that died or was closed. EngineLost if it dies meanwhile."""
-        ...
-
-
 _SHARES_S = 1.0  # between two looks for slow engines
 _TOLD_BELOW = 0.5  # share of its requests below which an engine is named
 _KEPT = 0.2  # of its limit, the requests that it keeps then: about what an engine of a third of the speed ends with
@@ -428,6 +422,8 @@ class Slot:
     num_in_vain: int = 0
     """Starts since the last answer."""
     pace: Pace
+    loads_at_close: list[EngineStats | None] = field(default_factory=list)
+    """Load of its engines when they were closed as idle, until the pool reports it."""
     busy_since: float = 0.0
     """Time of the monotonic clock at which it got its first request after none."""
     share: float = 1.0
@@ -450,14 +446,22 @@ class Slot:
         # Above 1 if the limit, which may change, has fallen below the requests that it has.
         return len(self.running) / max(1.0, self.engine.limit * self.share) if self.is_up else math.inf
 
-    def begin_close(self) -> None:
-        """Close the engine, or end its start."""
-        # `_close_after` waits for both, because a start and a close of one engine must not overlap.
+    def begin_close(self, *, keeps_load: bool = False) -> None:
+        """Close the engine, or end its start; `keeps_load` asks it for its load before."""
+        # `_close` waits for both, because a start and a close of one engine must not overlap.
         before = [task for task in (self.starting, self.closing) if task is not None]
         if self.starting is not None:
             self.starting.cancel()
         self.starting, self.is_up = None, False
-        self.closing = asyncio.create_task(_close_after(before, self.engine))
+        self.closing = asyncio.create_task(self._close(before, keeps_load=keeps_load))
+
+    async def _close(self, before: Sequence[asyncio.Task[None]], *, keeps_load: bool) -> None:
+        await asyncio.gather(*before, return_exceptions=True)  # a start that was cancelled raises
+        try:
+            if keeps_load:
+                self.loads_at_close.append(await load_of(self.engine))
+        finally:
+            await self.engine.close()
 
 
 def least_busy(slots: Sequence[Slot]) -> Slot | None:
@@ -479,11 +483,6 @@ def poison_error(request: Request, name: str, error: BaseException) -> ResourceE
     )
     failure.__cause__ = error
     return failure
-
-
-async def _close_after(tasks: Sequence[asyncio.Task[None]], engine: PooledEngine) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)  # a start that was cancelled raises
-    await engine.close()
 
 
 # ---- restarts ----

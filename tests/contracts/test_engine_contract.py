@@ -22,7 +22,7 @@ from klear_core.config.evaluate import (
     VllmRuntime,
 )
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine, score
+from klear_core.generate.engine import InferenceEngine, PooledEngine, SamplingParams, TrainableEngine, score
 from klear_core.generate.factory import (
     EndpointMember,
     EngineSpec,
@@ -31,7 +31,7 @@ from klear_core.generate.factory import (
     build_engine,
     build_trainable_engine,
 )
-from klear_core.generate.pool import EnginePool, PooledEngine
+from klear_core.generate.pool import EnginePool
 from klear_core.seeding import seed_for
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import SamplingParams
+from klear_core.generate.engine import EngineStats, SamplingParams, load_of
 from klear_core.generate.pool import EngineLost, EnginePool
 from klear_core.types import Completion
 
@@ -351,6 +351,36 @@ def test_an_engine_that_dies_without_an_answer_is_started_again_after_ever_longe
         assert len(pauses) == 8  # the last one had given an answer
         engine.answer(1)
         await asyncio.gather(*asked)
+        await pool.close()
+
+    run(body)
+
+
+class Measured(OnGpu):
+    """An engine that reports its load until it is closed."""
+
+    cache_tokens = None
+
+    async def stats(self) -> EngineStats | None:
+        num_preempted = int(self.name)
+        return EngineStats(num_preempted=num_preempted) if self.events[-1] == "start" else None
+
+
+def test_the_load_of_engines_that_the_last_requests_leave_idle_is_reported_once() -> None:
+    async def body() -> None:
+        engines = [Measured("3"), Measured("4")]
+        pool = await started(*engines)
+        pool.expect(2)
+        asked = ask(pool, 0, 1)
+        await settle()
+        for seed, engine in enumerate(engines):
+            engine.answer(seed)
+        await asyncio.gather(*asked)
+        load = await load_of(pool)
+        assert load is not None
+        assert (load.num_preempted, len(load.tokens_per_s)) == (7, 2)
+        assert [engine.events for engine in engines] == [["start", "close"]] * 2
+        assert await load_of(pool) is None
         await pool.close()
 
     run(body)

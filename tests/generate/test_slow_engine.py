@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from virtual_clock import run_virtually
 
-from klear_core.generate.engine import Pace, SamplingParams
+from klear_core.generate.engine import EngineStats, Pace, SamplingParams
 from klear_core.generate.pool import EnginePool
 from klear_core.types import Completion
 
@@ -121,3 +121,30 @@ def test_a_slow_engine_keeps_its_requests_where_no_other_has_room() -> None:
     run_virtually(served(engines, 1600, 400, slow_at=300.0))
     assert not any(engine.given_up for engine in engines)
     assert sum(engine.num_answers for engine in engines) == 1600
+
+
+class ReportingEngine(TimedEngine):
+    """An engine that reports its load, so that its pool reports its rate."""
+
+    cache_tokens = None
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+def test_the_first_rate_counts_from_the_first_request_and_not_from_the_start_of_the_machine() -> None:
+    async def body() -> list[EngineStats | None]:
+        await asyncio.sleep(1_000_000)  # the machine has been up for days
+        pool = EnginePool([ReportingEngine("engine 0", 0.8)], lambda _name, error: (_ for _ in ()).throw(error))
+        await pool.start()
+        await asyncio.sleep(500)
+        told: list[EngineStats | None] = []
+        for pause_s in (0, 10):
+            for _ in range(3):  # one at a time: ten tokens in ten seconds
+                await pool.generate((1,), PARAMS)
+            await asyncio.sleep(pause_s)
+            told.append(await pool.stats())
+        return told
+
+    rates = [load.tokens_per_s for load in run_virtually(body()) if load is not None]
+    assert rates == [pytest.approx((1.0,)), pytest.approx((30 / 40,))]
