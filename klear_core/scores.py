@@ -75,7 +75,7 @@ class Estimate(Settings):
     test decides."""
     rerun: Range | None
     """Interval over other samples of the same problems; published scores are compared with it. None for greedy
-    answers, which would be the same again, and where one answer per problem would show no noise."""
+    answers, which would be the same again, and for maj@n and G-Pass@k."""
     num_problems: int = Field(ge=1)
     """Problems with at least one scored sample."""
     num_clusters: int | None = Field(default=None, exclude_if=lambda num: num is None)

@@ -119,21 +119,16 @@ class AnswerCounts:
         return {i: p.counts for i, p in self.problems.items() if p.num_scored}
 
     @property
-    def has_several(self) -> bool:
-        """Whether a problem has several scored answers; without one the noise of sampling cannot be seen."""
-        return any(p.num_scored > 1 for p in self.problems.values())
-
-    @property
     def truncated_frac(self) -> float:
         """Share of all answers that ran out of tokens."""
         return self.num_truncated / self.num_answers
 
-    def shares(self, *, confidence: float) -> Shares:
-        """Return the counts so far with the mean over problems."""
+    def shares(self, *, confidence: float, decoding: Decoding) -> Shares:
+        """Return the counts so far with the mean over problems; `decoding` is that of the answers."""
         # If a file says it of some answers alone, the others count as not cut off.
         is_known = self.num_ends_unknown < self.num_answers
         num_truncated = self.num_truncated if is_known else None
-        score = self.score(confidence=confidence, has_rerun=self.has_several)
+        score = self.score(confidence=confidence, has_rerun=decoding == "sampled")
         return Shares(
             num_answers=self.num_answers,
             num_problems=len(self.problems),

@@ -21,7 +21,7 @@ from klear_core.config.evaluate import PLAIN_TEMPLATE
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.answers.rejudge import mark_of
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow, in_template
-from klear_core.evaluate.counts import AnswerCounts, Shares
+from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
 from klear_core.report.run.build import HERE, page_template, stylesheet
 from klear_core.scores import NONE, interval_text, percent
 from klear_core.types import CodeReference, CustomReference, MathReference, Reference, UnverifiableReference
@@ -79,7 +79,7 @@ class _Stored:
     titles: list[str] = field(default_factory=list)
     templates: list[str] = field(default_factory=lambda: [""])
     """Names of the prompt templates; the first is the question as it stands."""
-    counts: dict[tuple[int, str, str, str], AnswerCounts] = field(default_factory=lambda: defaultdict(AnswerCounts))
+    counts: dict[tuple[int, str, str, Decoding], AnswerCounts] = field(default_factory=lambda: defaultdict(AnswerCounts))
     """By source, benchmark, template and decoding."""
     num_answers: int = 0
     num_unread: int = 0
@@ -301,7 +301,7 @@ def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, 
     numbers = {name: i for i, name in enumerate(benchmarks)}
     rows = []
     for (source, benchmark, template, decoding), counts in stored.counts.items():
-        shares = counts.shares(confidence=_CONFIDENCE)
+        shares = counts.shares(confidence=_CONFIDENCE, decoding=decoding)
         rows.append([benchmark, sources[source].name, in_template(decoding, template), *shown_shares(shares)])
     origins = [
         {"name": source.name, "origin": source.origin, "templates": dict(source.templates)} for source in sources

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from klear_core.evaluate.counts import AnswerCounts, CountsBy
+from klear_core.evaluate.counts import AnswerCounts, CountsBy, Decoding
 from klear_core.report.run.lineage import (
     NO_LICENCE_NEEDED,
     NOT_STATED,
@@ -99,7 +99,7 @@ def _licences(licence: str) -> str | list[str]:
 def _results(facts: CardFacts) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     for (benchmark, decoding), counts in facts.counts.items():
-        score = counts.shares(confidence=CONFIDENCE).score
+        score = counts.shares(confidence=CONFIDENCE, decoding=decoding).score
         if decoding == "sampled" and score is not None:
             name = _score_name(counts)
             metric = {"type": "accuracy", "name": name, "value": round(100 * score.value, 2)}
@@ -137,8 +137,8 @@ def _scores_section(facts: CardFacts) -> str:
     return "\n".join([table, "", said, "", "Decoding:", "", *decodings])
 
 
-def _score_row(benchmark: str, decoding: str, counts: AnswerCounts) -> list[str]:
-    shares = counts.shares(confidence=CONFIDENCE)
+def _score_row(benchmark: str, decoding: Decoding, counts: AnswerCounts) -> list[str]:
+    shares = counts.shares(confidence=CONFIDENCE, decoding=decoding)
     score, num = shares.score, shares.num_answers
     value = percent(score.value) if score else NONE
     rerun = interval_text(score.rerun) if score and score.rerun else NONE

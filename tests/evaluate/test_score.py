@@ -7,6 +7,7 @@ from evaluate_fakes import RIGHT, SILENT, UNJUDGED, WRONG, make_problem, make_sa
 
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.errors import DataError
+from klear_core.evaluate.compare.paired import paired_difference
 from klear_core.evaluate.counts import tally
 from klear_core.evaluate.score import (
     fence_note,
@@ -42,6 +43,23 @@ def test_avg_is_the_mean_over_problems_of_the_share_of_right_samples() -> None:
     assert report.avg.new_problems == new_problems_interval(estimates, confidence=0.95)
     assert report.avg.rerun == rerun_interval(estimates, confidence=0.95)
     assert [(p.k, p.score.value) for p in report.pass_at] == [(1, pytest.approx(0.5)), (2, pytest.approx(2 / 3))]
+
+
+def test_one_sampled_answer_a_problem_has_a_rerun_interval_in_all_reports_and_a_greedy_one_in_none() -> None:
+    problems = [make_problem(i) for i in range(100)]
+    samples = [make_sample(i, 0, RIGHT if i < 50 else WRONG) for i in range(100)]
+    tallies = tally(samples, problems)
+    report = report_of(samples, problems, num_samples=1)
+    # 100 problems with a variance of 0.5 * 0.5 each: 0.5 -+ 1.96 * sqrt(25 + 1.96^2 / 4) / 100
+    assert report.avg.rerun is not None
+    assert (report.avg.rerun.low, report.avg.rerun.high) == (pytest.approx(0.4001, abs=1e-4), pytest.approx(0.5999, abs=1e-4))
+    assert tallies["sampled"].shares(confidence=0.95, decoding="sampled").score == report.avg.estimate
+    same = paired_difference(tallies["sampled"], tallies["sampled"], confidence=0.95, decoding="sampled")
+    assert same is not None
+    assert same.rerun is not None
+    as_greedy = tallies["sampled"].shares(confidence=0.95, decoding="greedy").score
+    assert as_greedy is not None
+    assert as_greedy.rerun is None
 
 
 def test_what_could_not_be_judged_is_in_no_mean_and_is_counted() -> None:

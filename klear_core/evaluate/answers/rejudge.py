@@ -334,8 +334,8 @@ def _rescored(part: _Part, pair: _Pair, confidence: float) -> Rescored:
         benchmark=benchmark,
         template=template,
         decoding=decoding,
-        before=pair.before.shares(confidence=confidence),
-        after=pair.after.shares(confidence=confidence),
-        difference=paired_difference(pair.before, pair.after, confidence=confidence),
+        before=pair.before.shares(confidence=confidence, decoding=decoding),
+        after=pair.after.shares(confidence=confidence, decoding=decoding),
+        difference=paired_difference(pair.before, pair.after, confidence=confidence, decoding=decoding),
         changes=dict(pair.changes.most_common()),
     )

@@ -239,8 +239,7 @@ def _compare_one(
         ends = paired_new_problems_interval(*pair, confidence=gate_confidence(confidence, num_tests)).range
         beyond = pair[1].mean - pair[0].mean - float(unseen_loss(pair[1].value - pair[0].value))
         corrected = Range(low=min(ends.low, max(beyond, -1.0)), high=ends.high)
-    # another run would give the same greedy answers
-    found = _difference(*pair, confidence=confidence, has_rerun=decoding == "sampled")
+    found = _difference(*pair, confidence=confidence, decoding=decoding)
     assert found.num_changed is not None, "only files of earlier versions lack it"
     assert found.floor_binds is not None, "only files of earlier versions lack it"
     return PairedComparison(
@@ -286,12 +285,14 @@ class PairedDifference(Estimate):
     """Whether `new_problems` is as narrow as so few problems allow; None in files of earlier versions."""
 
 
-def paired_difference(before: AnswerCounts, after: AnswerCounts, *, confidence: float) -> PairedDifference | None:
+def paired_difference(
+    before: AnswerCounts, after: AnswerCounts, *, confidence: float, decoding: Decoding
+) -> PairedDifference | None:
     """Return the mean difference over the problems scored in both, after minus before; None if there is none."""
     pair = _scored_in_both([(before, after)])
     if pair is None:
         return None
-    return _difference(*pair, confidence=confidence, has_rerun=before.has_several and after.has_several)
+    return _difference(*pair, confidence=confidence, decoding=decoding)
 
 
 def _scored_in_both(counts: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> tuple[Estimates, Estimates] | None:
@@ -314,15 +315,18 @@ def _scored_in_both(counts: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> tupl
     return estimates_of(scores[0], clusters=clusters), estimates_of(scores[1], clusters=clusters)
 
 
-def _difference(before: Estimates, after: Estimates, *, confidence: float, has_rerun: bool) -> PairedDifference:
+def _difference(before: Estimates, after: Estimates, *, confidence: float, decoding: Decoding) -> PairedDifference:
     new_problems = paired_new_problems_interval(before, after, confidence=confidence)
     differences = [b - a for a, b in zip(before.exact, after.exact, strict=True)]
     test = sign_flip_test(differences, None if before.clusters is None else before.clusters.tolist())
     majorities = [(a >= 0.5, b >= 0.5) for a, b in zip(before.value, after.value, strict=True)]
+    rerun = None  # another run would give the same greedy answers
+    if decoding == "sampled":
+        rerun = paired_rerun_interval(before, after, confidence=confidence)
     return PairedDifference(
         value=after.mean - before.mean,
         new_problems=new_problems.range,
-        rerun=paired_rerun_interval(before, after, confidence=confidence) if has_rerun else None,
+        rerun=rerun,
         num_problems=len(before.value),
         num_clusters=before.num_clusters,
         num_fixed=majorities.count((False, True)),

@@ -85,7 +85,7 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
         raise ValueError(
             f"pass@{k} needs at least {k} scored answers of every problem; one has {min(too_few, default=0)}"
         )
-    exact = tuple(_exact(right, num, k) for right, num in counts)
+    exact = tuple(pass_at_k(num, right, k) for right, num in counts)
     values = [float(value) for value in exact]
     noise = [_noise(num, right, k) for right, num in counts]
     steps = [k / num for _, num in counts]
@@ -96,12 +96,6 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
         exact=exact,
         clusters=numbered(clusters),
     )
-
-
-@lru_cache(maxsize=100_000)
-def _exact(num_right: int, num: int, k: int) -> Fraction:
-    """Return pass@k of one problem; few counts differ, and fractions are slow."""
-    return 1 - Fraction(math.comb(num - num_right, k), math.comb(num, k))
 
 
 def estimates_without_noise(
@@ -375,6 +369,7 @@ _ROUNDING = 1e-12
 """Differences of scores between 0 and 1 that are smaller than this come from rounding."""
 
 
+@lru_cache(maxsize=100_000)  # few counts differ, and fractions are slow
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> Fraction:
     """Return pass@k, the chance that one of k samples is right: 1 - C(n-c, k) / C(n, k), with c of n samples right.
 

@@ -195,7 +195,8 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
     by_benchmark = sorted(keys, key=lambda key: benchmarks.index(key[0]))  # in the order of their first rows
     counts = [_counts(runs, *key) for key in by_benchmark]
     found = [
-        _differences(own, _same_as_first(runs, maker)) for own, (_, maker, _) in zip(counts, by_benchmark, strict=True)
+        _differences(own, _same_as_first(runs, maker), decoding)
+        for own, (_, maker, decoding) in zip(counts, by_benchmark, strict=True)
     ]
     p_values: list[float] = []
     questions: list[tuple[str, str, int]] = []
@@ -220,7 +221,7 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
                 continue
             # Templates are sampled only: there are no greedy answers to them.
             templates = _templates(run, maker, benchmark) if decoding == "sampled" else ""
-            scores.append(_cell(each.shares(confidence=CONFIDENCE), templates, _chosen(run, maker, benchmark)))
+            scores.append(_cell(each.shares(confidence=CONFIDENCE, decoding=decoding), templates, _chosen(run, maker, benchmark)))
         row = ScoreRow(
             benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(scores), differences=tuple(cells)
         )
@@ -272,7 +273,7 @@ def _same_as_first(runs: Sequence[ComparedRun], maker: str) -> frozenset[int]:
 
 
 def _differences(
-    counts: Sequence[AnswerCounts | None], same: frozenset[int]
+    counts: Sequence[AnswerCounts | None], same: frozenset[int], decoding: Decoding
 ) -> dict[int, PairedDifference | Literal["same model", "no problem in common"]]:
     """Return the differences of later runs to the first, by the run's number, or why there is none."""
     first = counts[0]
@@ -281,7 +282,8 @@ def _differences(
         if i in same and own == first:
             differences[i] = "same model"
         elif first is not None and own is not None:
-            differences[i] = paired_difference(first, own, confidence=CONFIDENCE) or "no problem in common"
+            found = paired_difference(first, own, confidence=CONFIDENCE, decoding=decoding)
+            differences[i] = found or "no problem in common"
     return differences
 
 
