@@ -272,7 +272,6 @@ def _byte_chars() -> list[str]:
 # Find the part of a response in which an answer counts.
 
 
-OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 NO_CLOSE_TAG = "no </think>"
 NO_OPEN_TAG = "no <think>"
 
@@ -286,11 +285,11 @@ class NoAnswer:
 
 def find_answer_text(response: str, cfg: VerifyConfig) -> str | NoAnswer:
     """Return the text to search for an answer, or the required tag that is missing."""
-    has_close = CLOSE_TAG in response
+    has_close = THINK_CLOSE in response
     if cfg.tags != "none" and not has_close:
         return NoAnswer(reason=NO_CLOSE_TAG)
-    if cfg.tags == "both" and OPEN_TAG not in response:
+    if cfg.tags == "both" and THINK_OPEN not in response:
         return NoAnswer(reason=NO_OPEN_TAG)
     if cfg.window == "whole" or not has_close:
         return response
-    return response.rsplit(CLOSE_TAG, 1)[1]
+    return response.rsplit(THINK_CLOSE, 1)[1]

@@ -246,9 +246,10 @@ class CodeConfig(Settings):
     rel_tolerance: float = Field(default=1e-6, ge=0, le=0.1)
     """Relative tolerance for decimals in `tokens`, and for floats in a call's result. Integers must agree exactly, and
     an expected decimal of more than 36 significant digits (more than any float has) to one unit in its last place."""
-    score: Literal["soft", "hard", "plus_minus"] = "soft"
-    """`soft`: the fraction p of tests passed (paper, section 3.2.4); `hard`: 1 if all pass, else 0, stopping at the
-    first failure; `plus_minus`: 2p-1, what Klear-Reasoner's code computes."""
+    score: Literal["soft", "hard"] = "soft"
+    """`soft`: the fraction p of tests passed (paper, section 3.2.4), of which `reward.wrong = -1` and
+    `reward.correct = 1` make 2p-1, the reward of Klear-Reasoner's code; `hard`: 1 if all pass, else 0, stopping at the
+    first failure."""
     max_tests: int = Field(default=16, ge=0)
     """Number of tests per problem, chosen by problem id and so the same for every sample (Klear-Reasoner draws 16 anew
     for each sample); 0 runs all, as evaluation does by default (`judge.evaluate.code`)."""

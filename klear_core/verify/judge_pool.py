@@ -146,8 +146,7 @@ class JudgePool:
         answer_text = find_answer_text(response, self.cfg)  # the part of the response in which an answer may be
         if isinstance(answer_text, NoAnswer):
             # The reference first, as for any answer: otherwise answers without tags would be the only ones that count.
-            is_code = isinstance(problem.reference, CodeReference)
-            missing = _no_answer_verdict(answer_text, self.cfg, is_code=is_code)
+            missing = _no_answer_verdict(answer_text)
             return self._after(self.try_reference(problem), lambda _: missing)
         reference = problem.reference
         match reference:
@@ -299,7 +298,7 @@ class JudgePool:
         golds = usable_references(reference.answers, cfg)
         answer = find_answer(answer_text, cfg)
         if isinstance(answer, NoAnswer):
-            return _no_answer_verdict(answer, self.cfg)
+            return _no_answer_verdict(answer)
         shown = quoted(compared_texts(golds[0], answer, cfg))
         try:
             decision = unboxed_verdict(golds, answer, cfg) if answer.is_unboxed else decide(golds, answer, cfg)
@@ -320,7 +319,7 @@ class JudgePool:
 
         def prepare(trial: Verdict) -> Verdict | CodeTask:
             if isinstance(program, NoAnswer):
-                return _no_answer_verdict(program, self.cfg, is_code=True)
+                return _no_answer_verdict(program)
             # surrogatepass: a model can write half of a surrogate pair, which UTF-8 refuses.
             task = code_task(problem_id, reference, program.encode("utf-8", "surrogatepass"), self.cfg)
             if not isinstance(trial, CodeTrial):
@@ -359,10 +358,8 @@ class JudgePool:
         return f"verify.judges has no judge {reference.judge!r}; it has {', '.join(self._judges) or 'none'}"
 
 
-def _no_answer_verdict(missing: NoAnswer, cfg: VerifyConfig, *, is_code: bool = False) -> Verdict:
-    # The score of a program that passes no test.
-    score = -1.0 if is_code and cfg.code.score == "plus_minus" else 0.0
-    return Verdict(outcome=Outcome.NO_ANSWER, score=score, detail=missing.reason)
+def _no_answer_verdict(missing: NoAnswer) -> Verdict:
+    return Verdict(outcome=Outcome.NO_ANSWER, score=0.0, detail=missing.reason)
 
 
 # ---- faulty references ----

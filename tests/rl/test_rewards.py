@@ -101,6 +101,11 @@ def test_four_of_sixteen_tests_passed_in_the_code_and_in_the_paper(wrong: float,
     assert reward_of(WHOLE, Verdict(outcome=Outcome.SCORED, score=4 / 16), RewardConfig(wrong=wrong)) == reward
 
 
+def test_a_score_from_minus_one_to_one_is_refused_as_a_wrong_program_would_get_less_than_none() -> None:
+    with pytest.raises(ConfigError, match=r"verify\.code\.score.*'soft' or 'hard'"):
+        load_profile(SMOKE, ["verify.code.score=plus_minus"])
+
+
 def test_hard_rewards_know_only_the_full_score() -> None:
     cfg = RewardConfig(soft=False)
     assert reward_of(WHOLE, Verdict(outcome=Outcome.SCORED, score=15 / 16), cfg) == -1

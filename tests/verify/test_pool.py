@@ -37,7 +37,7 @@ def math_worker() -> Iterator[JudgePool]:
         yield pool
 
 
-@pytest.mark.parametrize(("score", "expected"), [("soft", 1 / 3), ("hard", 0.0), ("plus_minus", -1 / 3)])
+@pytest.mark.parametrize(("score", "expected"), [("soft", 1 / 3), ("hard", 0.0)])
 def test_the_score_of_one_test_in_three(score: str, expected: float) -> None:
     verdict = verdict_of(1, 3, "", CodeConfig.model_validate({"score": score}))
     assert verdict.score == pytest.approx(expected)
@@ -47,13 +47,13 @@ def test_a_program_is_scored_by_the_tests_that_it_passes(code_pool: JudgePool) -
     assert code_pool.judge(problem(ADD_STDIN), fenced(HALF_RIGHT)).score == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize(("score", "expected"), [("soft", 0.0), ("hard", 0.0), ("plus_minus", -1.0)])
-def test_an_answer_without_its_tag_scores_as_one_without_a_program(score: str, expected: float) -> None:
+@pytest.mark.parametrize("score", ["soft", "hard"])
+def test_an_answer_without_its_tag_scores_as_one_without_a_program(score: str) -> None:
     with JudgePool(code_config(score=score)) as pool:
         untagged = pool.judge(problem(ADD_STDIN), "```python\nprint(1)\n```")
         without_program = pool.judge(problem(ADD_STDIN), "<think> x </think> I do not know.")
     assert (untagged.outcome, without_program.outcome) == (Outcome.NO_ANSWER, Outcome.NO_ANSWER)
-    assert (untagged.score, without_program.score) == (expected, expected)
+    assert (untagged.score, without_program.score) == (0.0, 0.0)
 
 
 def test_the_hard_score_stops_at_the_first_failure(sandbox_name: str) -> None:

@@ -260,8 +260,6 @@ def verdict_of(num_passed: int, num_tests: int, detail: str, cfg: CodeConfig) ->
             score = fraction
         case "hard":
             score = float(num_passed == num_tests)
-        case "plus_minus":
-            score = 2 * fraction - 1
         case _:
             assert_never(cfg.score)
     return Verdict(outcome=Outcome.SCORED, score=score, detail=detail)
