@@ -21,10 +21,10 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark
 from klear_core.errors import ResourceError
 from klear_core.evaluate.counts import AnswerCounts, tally
-from klear_core.evaluate.sample import PlannedAnswer, in_prompt, judged, response_of, sampling_params
+from klear_core.evaluate.sample import EngineAnswers, PlannedAnswer, in_prompt, judged, sampling_params
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import EngineSpec, StartSampler, running, start_here
-from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
+from klear_core.prompts import load_tokenizer, opening_of, render_prompt
 from klear_core.seeding import seed_for
 from klear_core.stopping import die_with_parent
 from klear_core.types import EvalSample, Judge, Problem
@@ -89,20 +89,21 @@ class CheckpointInlineEval:
                 planned.append(
                     PlannedAnswer(benchmark=self.job.source.name, problem=problem, decoding="sampled", sample_idx=i)
                 )
+        answers = EngineAnswers(engine=engine, render=self.render, opening=self.opening)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(engine, answer)) for answer in planned]
+                tasks = [group.create_task(self._answer(answers, answer)) for answer in planned]
         except ExceptionGroup as errors:
             # The first ended the others. Callers retry and report by an error's type and message, which a group hides.
             raise errors.exceptions[0] from None
         counts = tally([task.result() for task in tasks], self.problems)["sampled"]
         return scores_of(counts, confidence=self.job.confidence)
 
-    async def _answer(self, engine: InferenceEngine, planned: PlannedAnswer) -> EvalSample:
+    async def _answer(self, answers: EngineAnswers, planned: PlannedAnswer) -> EvalSample:
         params = sampling_params(self.job.sampling, planned, seed=self.seed)
         question = in_prompt(planned.problem.question, self.job.source.prompt, planned.problem.domain)
-        (sampled,) = await engine.generate(self.render(question), params)
-        return await judged(planned, question, response_of(completed(sampled, self.opening)), self.judge)
+        response = await answers.answer(planned, question, params)
+        return await judged(planned, question, response, self.judge)
 
 
 async def score_with(

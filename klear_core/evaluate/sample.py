@@ -29,7 +29,7 @@ from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
 from klear_core.scores import SAMPLES_FOLDER
 from klear_core.seeding import seed_for
-from klear_core.types import Completion, Domain, EvalSample, FinishReason, Judge, Outcome, Problem
+from klear_core.types import Domain, EvalSample, FinishReason, Judge, Outcome, Problem
 
 log = logging.getLogger(__name__)
 
@@ -233,12 +233,8 @@ class EngineAnswers:
             raise DataError(f"{where}: the engine rejected the request: {e}") from e
         if sampled.finish_reason == "abort":
             raise ResourceError(f"{where}: the engine aborted the request")
-        return response_of(completed(sampled, self.opening))
-
-
-def response_of(completion: Completion) -> Response:
-    """Return the response that an engine's completion is."""
-    return Response(text=completion.text, num_tokens=len(completion.token_ids), finish_reason=completion.finish_reason)
+        answer = completed(sampled, self.opening)
+        return Response(text=answer.text, num_tokens=len(answer.token_ids), finish_reason=answer.finish_reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

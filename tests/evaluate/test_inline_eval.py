@@ -26,3 +26,16 @@ def test_the_error_of_an_answer_is_raised_as_it_is(tmp_path: Path, error: KlearE
     )
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(inline_eval.score(FakeEngine({1: error, 2: error})))
+
+
+def test_an_answer_that_the_engine_aborted_is_an_error_as_in_an_evaluation(tmp_path: Path) -> None:
+    inline_eval = CheckpointInlineEval(
+        job=toy_inline_eval(tmp_path),
+        problems=[make_problem(0)],
+        render=render,
+        judge=FakeJudge().judge_async,
+        opening="",
+        seed=0,
+    )
+    with pytest.raises(ResourceError, match="problem p000: the engine aborted the request"):
+        asyncio.run(inline_eval.score(FakeEngine({0: ("answ", "abort")})))
