@@ -364,7 +364,7 @@ class EnginesRuntime(Settings):
 
 
 class EvaluateRuntime(EnginesRuntime):
-    """Settings that do not change a score."""
+    """Settings that do not change a score. The `endpoints` that stages with a `PoolRuntime` have beside them can."""
 
     answers_per_shard: int = Field(default=256, ge=1)
     """Answers per shard, the unit of resume: a killed evaluation loses its unfinished shards."""
