@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,7 +128,7 @@ def test_a_number_is_the_value_whatever_its_type(pool: JudgePool) -> None:
         ("none", "returned NoneType, and not a number"),
         ("word", "returned str, and not a number"),
         ("exit", "SystemExit: 0"),
-        ("loop", "killed at its limit of CPU time|ran out of time"),  # whichever comes first on a busy machine
+        ("loop", "killed at its limit of CPU time|ran out of time"),  # the clock may be first on a busy machine
         ("die", "a worker died"),
         ("segfault", "a worker died"),
     ],
@@ -139,6 +141,20 @@ def test_a_reward_that_fails_on_one_answer_alone_has_failed_on_it_and_the_next_o
     assert failed.detail.startswith("the reward works on another answer, but on this one it failed")
     assert re.search(why, failed.detail)
     assert value(pool, "by_text").score == 0.5
+
+
+COMPUTES = """
+import signal
+from klear_core.verify.user_code import ended_after
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMAX])  # that of the clock: SIGKILL comes a second later
+with ended_after(0.02):
+    while True: pass
+"""
+
+
+def test_a_block_that_computes_is_ended_by_its_limit_of_cpu_time() -> None:
+    """It comes before SIGKILL where the process gets a fiftieth of a core."""
+    assert subprocess.run([sys.executable, "-c", COMPUTES], check=False).returncode == -signal.SIGXCPU
 
 
 def test_a_reward_that_fails_on_a_trivial_answer_to_the_problem_too_has_failed_by_itself(pool: JudgePool) -> None:
