@@ -79,7 +79,9 @@ class _Stored:
     titles: list[str] = field(default_factory=list)
     templates: list[str] = field(default_factory=lambda: [""])
     """Names of the prompt templates; the first is the question as it stands."""
-    counts: dict[tuple[int, str, str, Decoding], AnswerCounts] = field(default_factory=lambda: defaultdict(AnswerCounts))
+    counts: dict[tuple[int, str, str, Decoding], AnswerCounts] = field(
+        default_factory=lambda: defaultdict(AnswerCounts)
+    )
     """By source, benchmark, template and decoding."""
     num_answers: int = 0
     num_unread: int = 0

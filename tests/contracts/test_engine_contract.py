@@ -144,7 +144,9 @@ ENGINES = [
     pytest.param(Engines(start=_http, is_trainable=False), id="http"),
     pytest.param(Engines(start=_pool, is_trainable=False, scores_to_end=True), id="pool"),
     pytest.param(Engines(start=_endpoints, is_trainable=False), id="endpoints"),
-    pytest.param(Engines(start=_ray_pool, is_trainable=False, scores_to_end=True), id="ray-pool", marks=pytest.mark.slow),
+    pytest.param(
+        Engines(start=_ray_pool, is_trainable=False, scores_to_end=True), id="ray-pool", marks=pytest.mark.slow
+    ),
     pytest.param(Engines(start=_vllm, is_trainable=True), id="vllm", marks=VLLM_MARKS),
 ]
 

@@ -52,7 +52,10 @@ def test_one_sampled_answer_a_problem_has_a_rerun_interval_in_all_reports_and_a_
     report = report_of(samples, problems, num_samples=1)
     # 100 problems with a variance of 0.5 * 0.5 each: 0.5 -+ 1.96 * sqrt(25 + 1.96^2 / 4) / 100
     assert report.avg.rerun is not None
-    assert (report.avg.rerun.low, report.avg.rerun.high) == (pytest.approx(0.4001, abs=1e-4), pytest.approx(0.5999, abs=1e-4))
+    assert (report.avg.rerun.low, report.avg.rerun.high) == (
+        pytest.approx(0.4001, abs=1e-4),
+        pytest.approx(0.5999, abs=1e-4),
+    )
     assert tallies["sampled"].shares(confidence=0.95, decoding="sampled").score == report.avg.estimate
     same = paired_difference(tallies["sampled"], tallies["sampled"], confidence=0.95, decoding="sampled")
     assert same is not None

@@ -221,7 +221,9 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
                 continue
             # Templates are sampled only: there are no greedy answers to them.
             templates = _templates(run, maker, benchmark) if decoding == "sampled" else ""
-            scores.append(_cell(each.shares(confidence=CONFIDENCE, decoding=decoding), templates, _chosen(run, maker, benchmark)))
+            scores.append(
+                _cell(each.shares(confidence=CONFIDENCE, decoding=decoding), templates, _chosen(run, maker, benchmark))
+            )
         row = ScoreRow(
             benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(scores), differences=tuple(cells)
         )
