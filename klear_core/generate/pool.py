@@ -126,7 +126,7 @@ class EnginePool:
     async def stats(self) -> EngineStats | None:
         """Return the load of all engines that report theirs; see `MeasuredEngine`."""
         closing = [slot.closing for slot in self._slots if slot.closing is not None]
-        if closing:  # each reports its engine's load first; `wait` cuts none short if this is cancelled
+        if closing and self._num_to_come == 0:  # as idle: each reports its load first; a cancelled `wait` ends none
             await asyncio.wait(closing)
         loads = list(await asyncio.gather(*(load_of(slot.engine) for slot in self._slots)))
         for slot in self._slots:
