@@ -50,14 +50,14 @@ def parquet_batches(
         batch_size = rows_at_a_time(file.metadata.num_rows, sum(group.total_byte_size for group in groups))
         wanted = _wanted(file.schema_arrow, columns)
         if span is None:
-            yield from map(_with_class_names, file.iter_batches(batch_size=batch_size, columns=wanted))
+            yield from file.iter_batches(batch_size=batch_size, columns=wanted)
             return
         end = 0
         for i, group in enumerate(groups):
             start, end = end, end + group.num_rows
             if start < span.stop and span.start < end:
                 batches = file.iter_batches(batch_size=batch_size, row_groups=[i], columns=wanted)
-                yield from map(_with_class_names, rows_within(batches, start, span))
+                yield from rows_within(batches, start, span)
 
 
 def _wanted(schema: pa.Schema, columns: frozenset[str]) -> list[str]:
@@ -91,15 +91,14 @@ def arrow_batches(path: Path, columns: frozenset[str] = ALL_COLUMNS) -> Iterator
             source.seek(0)
             batches = iter(pa.ipc.open_stream(source))
         for batch in batches:
-            yield _with_class_names(batch.select(_wanted(batch.schema, columns)))
+            yield batch.select(_wanted(batch.schema, columns))
 
 
-_NO_CLASS = -1
-"""Number of a row without a class, as `datasets` has it."""
+def with_class_names(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch with the names of classes in place of their numbers, where `datasets` wrote their names down.
 
-
-def _with_class_names(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch with the names of classes in place of their numbers, where `datasets` wrote their names down."""
+    A number without a name becomes null; -1 is that of a row without a class.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -107,8 +106,9 @@ def _with_class_names(batch: pa.RecordBatch) -> pa.RecordBatch:
         i = batch.schema.get_field_index(column)
         if i >= 0 and pa.types.is_integer(batch.schema.field(i).type):
             numbers = batch.column(i)
-            numbers = pc.if_else(pc.equal(numbers, _NO_CLASS), None, numbers)
-            batch = batch.set_column(i, column, pa.array(names, pa.string()).take(numbers))
+            has_name = pc.and_(pc.greater_equal(numbers, 0), pc.less(numbers, len(names)))
+            named = pa.array(names, pa.string()).take(pc.if_else(has_name, numbers, None))
+            batch = batch.set_column(i, column, named)
     return batch
 
 

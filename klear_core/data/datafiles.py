@@ -54,6 +54,8 @@ class DataFile:
     path: Path
     label: str
     """Name in messages and ledgers, the same on every machine that the source can be read on."""
+    names_classes: bool = False
+    """Classes are read by their names, and not by their numbers."""
 
 
 class NoSuchSplitError(ConfigError):
@@ -221,7 +223,7 @@ def _files_among(found: Iterable[Path], root: Path) -> Iterator[Path]:
 
 
 def _labelled(source: DatasetsSource, files: Sequence[Path]) -> list[DataFile]:
-    return [DataFile(path=file, label=f"{origin(source)}/{file.name}") for file in files]
+    return [DataFile(path=file, label=f"{origin(source)}/{file.name}", names_classes=True) for file in files]
 
 
 def _existing(files: dict[str, Path], *, may_be_empty: bool = False) -> list[DataFile]:
@@ -396,7 +398,9 @@ def _row_spans(num_rows: int, total_bytes: int, num_bytes: int, limit: int | Non
 
 def rows_of(files: Iterable[DataFile]) -> Iterator[FileRow | BrokenRow]:
     """Yield the rows of files in order."""
-    return (row for file in files for row in read_rows(file.path, label=file.label))
+    return (
+        row for file in files for row in read_rows(file.path, label=file.label, names_classes=file.names_classes)
+    )
 
 
 def parse_rows(

@@ -21,6 +21,7 @@ from klear_core.data.arrow_batches import (
     parquet_batches,
     rows_at_a_time,
     rows_within,
+    with_class_names,
 )
 from klear_core.data.json_arrays import CHUNK_CHARS, DECODER, array_elements
 from klear_core.errors import ConfigError, DataError
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 _PACKED = {".gz": "gzip", ".zst": "zstd"}
 """Codec by the suffix of a compressed text file."""
 _TEXT_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-SUFFIXES = (*_TEXT_KINDS, *(kind + packed for kind in _TEXT_KINDS for packed in _PACKED), ".parquet", ".arrow")
+_TABLES = (".parquet", ".arrow")
+SUFFIXES = (*_TEXT_KINDS, *(kind + packed for kind in _TEXT_KINDS for packed in _PACKED), *_TABLES)
 """Names of data files end in one of these."""
 
 MAX_ROW_BYTES = 128 << 20
@@ -66,18 +68,25 @@ def read_rows(
     max_row_bytes: int = MAX_ROW_BYTES,
     columns: frozenset[str] = ALL_COLUMNS,
     span: Span | None = None,
+    names_classes: bool = False,
 ) -> Iterator[FileRow | BrokenRow]:
     """Yield all rows of the file or of one span, in order, without loading the file into memory.
 
     Messages call the file `label`. Of Parquet and Arrow files only `columns` are read, as far as they exist; JSON rows
-    come whole. Raise ConfigError if it is missing or of an unknown kind, DataError if it cannot be
-    read to its end.
+    come whole. If `names_classes`, the classes that the library `datasets` wrote down come by name, and else by number.
+    Raise ConfigError if the file is missing or of an unknown kind, DataError if it cannot be read to its end.
     """
     check_file(path)
     label = label or str(path)
     with damage_as_data_error(label) as progress:
         progress.num_rows = span.rows_before if span else 0
-        for row in _rows_of(path, label, max_row_bytes, columns, span):
+        if path.suffix in _TABLES:
+            batches = _batches_of(path, label, columns, span)
+            named = map(with_class_names, batches) if names_classes else batches
+            rows = _table_rows(named, label, first=progress.num_rows)
+        else:
+            rows = _text_rows(path, label, max_row_bytes, columns, span)
+        for row in rows:
             yield row
             progress.num_rows += 1
 
@@ -134,17 +143,19 @@ def stem_of(path: Path) -> str:
     return path.name.removesuffix(suffix)
 
 
-def _rows_of(
+def _batches_of(
+    path: Path, label: str, columns: frozenset[str], span: Span | None
+) -> Iterator[pa.RecordBatch]:
+    if path.suffix == ".parquet":
+        return parquet_batches(path, columns, span)
+    check_arrow_end(path, label)
+    batches = arrow_batches(path, columns)
+    return batches if span is None else rows_within(batches, 0, span)
+
+
+def _text_rows(
     path: Path, label: str, max_row_bytes: int, columns: frozenset[str], span: Span | None
 ) -> Iterator[FileRow | BrokenRow]:
-    if path.suffix == ".parquet":
-        return _table_rows(parquet_batches(path, columns, span), label, first=span.rows_before if span else 0)
-    if path.suffix == ".arrow":
-        check_arrow_end(path, label)
-        batches = arrow_batches(path, columns)
-        if span is None:
-            return _table_rows(batches, label, first=0)
-        return _table_rows(rows_within(batches, 0, span), label, first=span.rows_before)
     if separators := separators_of(path):
         return _cell_rows(path, label, max_row_bytes, columns, separators)
     if span is None and is_array(path):

@@ -113,7 +113,12 @@ def read_pieces(
     source: StoredSource, pieces: Sequence[Piece], first: FirstRow | None, tables: QuestionTables | None
 ) -> Iterator[Candidate | Dropped]:
     """Yield the rows of some pieces of a source as `read_source` does; `first` is the source's first intact row."""
-    rows = (row for piece in pieces for row in read_rows(piece.path, label=piece.label, span=piece.span))
+    names_classes = isinstance(source, DatasetsSource)
+    rows = (
+        row
+        for piece in pieces
+        for row in read_rows(piece.path, label=piece.label, span=piece.span, names_classes=names_classes)
+    )
     schema = None if first is None else schema_for(source, first.fields, where=first.where)
     yield from _parse_rows(source, rows, _parser_of(source, tables), schema)
 

@@ -14,11 +14,12 @@ import pytest
 from hub_server import REVISION, hub
 from pydantic import ValidationError
 
-from klear_core.config.data import DatasetsSource
+from klear_core.config.data import DatasetsSource, FileSource
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import GivenConfig
 from klear_core.data.candidates import Candidate
-from klear_core.data.sources import check_source, domains_of, files_here, read_source
+from klear_core.data.datafiles import data_files
+from klear_core.data.sources import Piece, check_source, domains_of, files_here, first_row, read_pieces, read_source
 from klear_core.errors import ConfigError, DataError
 from klear_core.pipeline.graph import fingerprints_of, stages_of
 
@@ -102,8 +103,6 @@ def test_each_format_is_read(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_rows_are_those_that_our_own_readers_read(repo: Path) -> None:
-    from klear_core.config.data import FileSource
-
     ours = list(read_source(FileSource(path=str(repo / "hard"), name="x"), seed=0))
     theirs = list(read_source(DatasetsSource(path=str(repo), subset="hard", name="x"), seed=0))
     assert [(c.question, c.reference) for c in ours] == [(c.question, c.reference) for c in theirs]
@@ -253,8 +252,32 @@ dataset_info:
 def test_an_answer_that_is_a_class_is_its_name(tmp_path: Path, streaming: bool) -> None:
     rows = [{"problem": f"Is {n} even?", "answer": answer} for n, answer in ((2, "yes"), (3, "no"))]
     text = "".join(f"{json.dumps(one)}\n" for one in rows)
-    source = folder_of(tmp_path, README__md=CLASSES, train__jsonl=text)
-    assert answers(source.model_copy(update={"streaming": streaming})) == ["yes", "no"]
+    source = folder_of(tmp_path, README__md=CLASSES, train__jsonl=text).model_copy(update={"streaming": streaming})
+    assert answers(source) == ["yes", "no"]
+    files = data_files(source)
+    pieces = [Piece(path=file.path, label=file.label, span=None) for file in files]
+    found = read_pieces(source, pieces, first_row(source, files), None)
+    assert [one.reference.answers[0] for one in found if isinstance(one, Candidate)] == ["yes", "no"]
+
+
+def test_the_same_file_as_a_file_has_the_number_of_a_class(tmp_path: Path) -> None:
+    """As in 0.2.0, whose results have the same fingerprints."""
+    rows = [{"problem": "Is 2 even?", "answer": "yes"}, {"problem": "Is 3 even?", "answer": "no"}]
+    text = "".join(f"{json.dumps(one)}\n" for one in rows)
+    (made,) = data_files(folder_of(tmp_path, README__md=CLASSES, train__jsonl=text))
+    found = list(read_source(FileSource(path=str(made.path)), seed=0))
+    assert [one.reference.answers[0] for one in found if isinstance(one, Candidate)] == ["0", "1"]
+
+
+@pytest.mark.parametrize("answer", [1, 5])
+def test_a_row_whose_class_has_no_name_is_dropped_and_one_with_such_another_column_is_not(tmp_path, answer) -> None:
+    features = {"answer": {"names": ["yes", "no"], "_type": "ClassLabel"}, "level": {"names": ["a"], "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    columns = {"problem": ["Is 2 even?", "Is 3 even?"], "answer": [0, answer], "level": [0, 5]}
+    (tmp_path / "mine").mkdir()
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), tmp_path / "mine" / "train.parquet")
+    found = list(read_source(DatasetsSource(path=str(tmp_path / "mine")), seed=0))
+    assert [isinstance(one, Candidate) for one in found] == [True, answer == 1]
 
 
 @pytest.mark.parametrize(

@@ -220,25 +220,38 @@ class _Parts(io.StringIO):
         return super().read(self._width)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-@pytest.mark.parametrize("span", [None, Span(start=1, stop=4, rows_before=1, num_rows=3, num_bytes=1)])
-def test_classes_come_by_the_names_that_datasets_wrote_down(tmp_path, name, span):
+def classes_of(path, numbers, kind="int64"):
+    """Write answers that are classes, yes and no, with their names as the library `datasets` does."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     features = {"answer": {"names": ["yes", "no"], "_type": "ClassLabel"}, "n": {"dtype": "int64", "_type": "Value"}}
-    written = {"huggingface": json.dumps({"info": {"features": features}})}
-    table = pa.table({"n": [0, 1, 0, 1], "answer": pa.array([0, 1, None, -1], pa.int64())}).replace_schema_metadata(
-        written
-    )
-    if name == "a.parquet":
-        pq.write_table(table, tmp_path / name)
+    columns = {"n": [0] * len(numbers), "answer": pa.array(numbers, pa.type_for_alias(kind))}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table(columns).replace_schema_metadata(metadata)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
     else:
-        with pa.ipc.new_stream(tmp_path / name, table.schema) as writer:
+        with pa.ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table)
-    expected = [{"n": 0, "answer": "yes"}, {"n": 1, "answer": "no"}, {"n": 0, "answer": None}, {"n": 1, "answer": None}]
-    rows = list(read_rows(tmp_path / name, span=span))
-    assert [row.fields for row in rows] == expected[0 if span is None else 1 :]
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+@pytest.mark.parametrize("span", [None, Span(start=1, stop=4, rows_before=1, num_rows=3, num_bytes=1)])
+def test_classes_come_by_number_or_by_the_names_that_datasets_wrote_down(tmp_path, name, span):
+    path = classes_of(tmp_path / name, [0, 1, None, -1])
+    first = 0 if span is None else 1
+    for names_classes, answers in ((False, [0, 1, None, -1]), (True, ["yes", "no", None, None])):
+        rows = list(read_rows(path, span=span, names_classes=names_classes))
+        assert [row.fields for row in rows] == [{"n": 0, "answer": answer} for answer in answers[first:]]
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int64"])
+def test_a_class_without_a_name_is_null(tmp_path, kind):
+    numbers = [0, 1, 2, 5, 127] if kind == "uint8" else [0, 1, 2, -2, -128]
+    rows = read_rows(classes_of(tmp_path / "a.parquet", numbers, kind), names_classes=True)
+    assert [row.fields["answer"] for row in rows] == ["yes", "no", None, None, None]
 
 
 @pytest.mark.parametrize("written", ["{}", '{"info": {}}', '{"info": {"features": null}}', "not JSON", "[]"])
@@ -248,4 +261,4 @@ def test_numbers_stay_numbers_where_the_features_say_nothing(tmp_path, written):
 
     table = pa.table({"answer": [1]}).replace_schema_metadata({"huggingface": written})
     pq.write_table(table, tmp_path / "a.parquet")
-    assert [row.fields for row in read_rows(tmp_path / "a.parquet")] == [{"answer": 1}]
+    assert [row.fields for row in read_rows(tmp_path / "a.parquet", names_classes=True)] == [{"answer": 1}]
