@@ -49,15 +49,21 @@ def made_files(source: DatasetsSource) -> list[Path] | None:
 def check_first_row(source: DatasetsSource) -> None:
     """Raise ConfigError or DataError if a folder has no row or its first one cannot be loaded.
 
-    Of a repository only the names of configs and splits are checked.
+    Of a repository only the names of configs and splits are checked, and so they are of a folder whose archives cannot
+    be streamed, unless `streaming` is set.
     """
     builder, split = _builder(source)
     if not source.path:
         return
     with _explained(source, DataError):
-        # As Arrow, so that images and sounds are not decoded.
-        rows = builder.as_streaming_dataset(split=split).with_format("arrow")
-        is_empty = next(iter(rows), None) is None
+        try:
+            # As Arrow, so that images and sounds are not decoded.
+            rows = builder.as_streaming_dataset(split=split).with_format("arrow")
+            is_empty = next(iter(rows), None) is None
+        except NotImplementedError:
+            if source.streaming:
+                raise
+            return
     if is_empty:
         raise ConfigError(f"{_origin(source)}: holds no row")
 
@@ -124,11 +130,16 @@ def _stream(builder: Any, split: str, source: DatasetsSource) -> None:
 
 _DAMAGE = (EOFError, zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError)
 """Errors of Python about packed files, which `datasets` lets through."""
-_NO_ROW = {
-    "": "its first split holds no row",  # StopIteration, of JSON
-    "BatchSize must be greater than 0, got 0": "a Parquet file holds no row",
-}
-"""What the texts of errors mean that do not say it."""
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error's text, or what it means if it does not say so."""
+    if isinstance(error, StopIteration):  # of JSON
+        return "its first split holds no row"
+    text = " ".join(str(error).split())
+    if text == "BatchSize must be greater than 0, got 0":
+        return "a Parquet file holds no row"
+    return text or type(error).__name__
 
 
 @contextmanager
@@ -142,8 +153,7 @@ def _explained(source: DatasetsSource, kind: type[ConfigError | DataError]) -> I
         yield
     except (*known, *_DAMAGE) as e:
         # "An error occurred while generating the dataset" says less than its cause
-        text = " ".join(str(e.__cause__ or e).split())
-        text = _NO_ROW.get(text, text)
+        text = _text_of(e.__cause__ or e)
         if isinstance(e, yaml.YAMLError):
             text = f"the head of its README.md is no YAML: {text}"
         scripts = (

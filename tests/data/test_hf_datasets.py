@@ -1,16 +1,19 @@
 """What the library `datasets` loads is a source: configs, splits, streams; from a folder in the Hub's layout, or a Hub."""
 
 import gzip
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.exceptions import FSTimeoutError
 from hub_server import REVISION, hub
 from pydantic import ValidationError
 
@@ -224,6 +227,36 @@ def test_a_damaged_or_empty_folder_is_refused_before_the_run(tmp_path, files, to
     source = folder_of(tmp_path, **files).model_copy(update={"streaming": streaming})
     with pytest.raises((ConfigError, DataError), match=rf"mine: .*{told}"):
         check_source(source)
+
+
+def packed(name: str, content: str) -> bytes:
+    """A tar.gz archive of one file."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = len(content.encode())
+        tar.addfile(member, io.BytesIO(content.encode()))
+    return archive.getvalue()
+
+
+def test_an_archive_that_cannot_be_streamed_is_refused_only_where_it_would_be(tmp_path: Path) -> None:
+    source = folder_of(tmp_path, train__jsonl__tar__gz=packed("train.jsonl", lines(1, 2)))
+    check_source(source)
+    assert answers(source) == ["2", "4"]
+    with pytest.raises(DataError, match=r"mine: .*not implemented in streaming mode"):
+        check_source(source.model_copy(update={"streaming": True}))
+
+
+@pytest.mark.parametrize("error", [TimeoutError, EOFError, FSTimeoutError])
+def test_an_error_of_the_library_without_a_text_is_told_by_its_class(repo, monkeypatch, error) -> None:
+    import datasets
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fails)
+    with pytest.raises(ConfigError, match=rf"sums: the library datasets cannot load it \({error.__name__}\)"):
+        check_source(DatasetsSource(path=str(repo), subset="hard"))
 
 
 def test_a_file_rewritten_with_its_old_time_is_read_again(tmp_path: Path) -> None:
