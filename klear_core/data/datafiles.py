@@ -398,9 +398,7 @@ def _row_spans(num_rows: int, total_bytes: int, num_bytes: int, limit: int | Non
 
 def rows_of(files: Iterable[DataFile]) -> Iterator[FileRow | BrokenRow]:
     """Yield the rows of files in order."""
-    return (
-        row for file in files for row in read_rows(file.path, label=file.label, names_classes=file.names_classes)
-    )
+    return (row for file in files for row in read_rows(file.path, label=file.label, names_classes=file.names_classes))
 
 
 def parse_rows(

@@ -143,9 +143,7 @@ def stem_of(path: Path) -> str:
     return path.name.removesuffix(suffix)
 
 
-def _batches_of(
-    path: Path, label: str, columns: frozenset[str], span: Span | None
-) -> Iterator[pa.RecordBatch]:
+def _batches_of(path: Path, label: str, columns: frozenset[str], span: Span | None) -> Iterator[pa.RecordBatch]:
     if path.suffix == ".parquet":
         return parquet_batches(path, columns, span)
     check_arrow_end(path, label)

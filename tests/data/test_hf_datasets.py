@@ -304,7 +304,10 @@ def test_the_same_file_as_a_file_has_the_number_of_a_class(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("answer", [1, 5])
 def test_a_row_whose_class_has_no_name_is_dropped_and_one_with_such_another_column_is_not(tmp_path, answer) -> None:
-    features = {"answer": {"names": ["yes", "no"], "_type": "ClassLabel"}, "level": {"names": ["a"], "_type": "ClassLabel"}}
+    features = {
+        "answer": {"names": ["yes", "no"], "_type": "ClassLabel"},
+        "level": {"names": ["a"], "_type": "ClassLabel"},
+    }
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     columns = {"problem": ["Is 2 even?", "Is 3 even?"], "answer": [0, answer], "level": [0, 5]}
     (tmp_path / "mine").mkdir()
