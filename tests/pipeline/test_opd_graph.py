@@ -237,5 +237,9 @@ def test_a_teacher_may_be_a_mixture_of_experts_which_a_student_may_not(tmp_path:
     assert list(model_problems(PendingWork.of(config(scored), None, ()))) == []
     (problem,) = model_problems(PendingWork.of(config({"then_rl": False}, **student), None, ()))
     assert problem.startswith(f"given.sft: {folder}/config.json: qwen3_moe is a mixture of 128 experts")
+    # also by a call that ends before its training, and pays for its answers
+    sampled = PendingWork.of(config({"then_rl": False}, **student), ("sft", "opd_rollouts", "opd_scores"), ())
+    assert "opd" not in {stage.name for stage in sampled.stages}
+    assert list(model_problems(sampled)) == [problem]
     # only scored: no stage trains what is evaluated
     assert list(model_problems(PendingWork.of(config(None, given={"evaluate": model}), None, ()))) == []

@@ -37,6 +37,7 @@ from klear_core.config.train import HubModelConfig, LocalModel, ModelConfig, Sft
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.model_size import ModelSize, planned_size
 from klear_core.hf_config import HfConfig, read_hf_config
+from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.data_checks import error_messages
 from klear_core.prompts import different_tokens
@@ -53,7 +54,8 @@ def model_problems(work: PendingWork) -> Iterator[str]:
             yield from error_messages(f"model.path = {job.model.path!r}", check_model, job.model)
         elif isinstance(job.model, HubModelConfig):
             yield from error_messages("model", check_model, job.model)
-    trained = {stage.inputs.get("model") for stage in work.stages if stage.job.method()}
+    # Of all stages: a later call may train what this one samples from.
+    trained = {stage.inputs.get("model") for stage in stages_of(work.config) if stage.job.method()}
     for stage, given in work.needs(GivenModelJob):
         check = partial(check_model, is_trained=stage.name in trained)
         yield from error_messages(stage.section, check, given.model())
@@ -145,7 +147,7 @@ def _unscorable(
 ) -> Iterator[str]:
     source = teacher.source
     model = source.model.as_model() if isinstance(source, GivenTeacher) else source.model
-    room, of_what = _room_of(EngineUse(key=key, engine=teacher.engine, sampling=student.sampling), model)
+    room, of_what = _room_of(EngineUse(key=key, engine=teacher.engine, sampling=student.sampling, model=model), model)
     if room is None or teacher.runtime.num_engines == 0:
         return
     use = EngineUse(key=student_key, engine=student.engine, sampling=student.sampling)
@@ -159,34 +161,34 @@ def _unscorable(
 
 def _room_of(use: EngineUse, model: ModelConfig) -> tuple[int | None, str]:
     """Return the positions of an engine, None if they are not known, and the setting that says so."""
-    room, engine = window_of(model), use.engine
-    of_what = f"max_position_embeddings = {room}"
-    if isinstance(engine, VllmEngineConfig):
-        if engine.max_model_len is not None:
-            return engine.max_model_len, f"{use.key}.engine.max_model_len = {engine.max_model_len}"
-        room = None if room is None else engine.stretched(room)
+    room, of_what = _widest_room(use, model)
+    own = use.engine.max_model_len if isinstance(use.engine, VllmEngineConfig) else None
+    if own is not None and (room is None or own <= room):
+        return own, f"{use.key}.engine.max_model_len = {own}"
     return room, of_what
 
 
-def _too_long_answers(use: EngineUse, model: ModelConfig) -> Iterator[str]:
-    key, engine, sampling = use.key, use.engine, use.sampling
-    room = window_of(model)
-    if room is None:
-        return
-    # From the window of the model to that of the engine; the message names the limit that applies in the end.
+def _widest_room(use: EngineUse, model: ModelConfig) -> tuple[int | None, str]:
+    """Return the positions that an engine could have, those of the model as YaRN stretches them, and what says so."""
+    room, engine = window_of(model), use.engine
     of_what = f"{'its ' if use.model else 'model.'}max_position_embeddings = {room}"
-    if isinstance(engine, VllmEngineConfig) and engine.yarn_factor is not None:
-        if engine.yarn_original_window is not None:
-            of_what = f"{key}.engine.yarn_original_window = {engine.yarn_original_window}"
-        room = engine.stretched(room)
-        of_what = f"{of_what} times {key}.engine.yarn_factor = {engine.yarn_factor:g}"
-    if isinstance(engine, VllmEngineConfig) and engine.max_model_len is not None:
-        if engine.max_model_len > room:
-            yield f"{key}.engine.max_model_len = {engine.max_model_len} is more than {of_what}"
-        else:
-            room, of_what = engine.max_model_len, f"{key}.engine.max_model_len = {engine.max_model_len}"
-    if sampling.max_new_tokens > room:
-        yield f"{key}.sampling.max_new_tokens = {sampling.max_new_tokens} is more than {of_what}"
+    if room is None or not isinstance(engine, VllmEngineConfig) or engine.yarn_factor is None:
+        return room, of_what
+    if engine.yarn_original_window is not None:
+        of_what = f"{use.key}.engine.yarn_original_window = {engine.yarn_original_window}"
+    return engine.stretched(room), f"{of_what} times {use.key}.engine.yarn_factor = {engine.yarn_factor:g}"
+
+
+def _too_long_answers(use: EngineUse, model: ModelConfig) -> Iterator[str]:
+    widest, of_widest = _widest_room(use, model)
+    if widest is None:
+        return
+    engine, max_new_tokens = use.engine, use.sampling.max_new_tokens
+    if isinstance(engine, VllmEngineConfig) and engine.max_model_len is not None and engine.max_model_len > widest:
+        yield f"{use.key}.engine.max_model_len = {engine.max_model_len} is more than {of_widest}"
+    room, of_what = _room_of(use, model)
+    if room is not None and max_new_tokens > room:
+        yield f"{use.key}.sampling.max_new_tokens = {max_new_tokens} is more than {of_what}"
 
 
 def engine_problems(work: PendingWork) -> Iterator[str]:

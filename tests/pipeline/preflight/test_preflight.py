@@ -275,13 +275,17 @@ def test_a_teachers_window_holds_the_longest_answer_that_it_scores(tmp_path: Pat
     assert found(of_teacher % 150) == []
     (problem,) = found(of_teacher % 149)
     assert problem == (
-        "opd.teacher: a window of 150 tokens, to score answers of opd.rollouts, is more than max_position_embeddings = 149"
+        "opd.teacher: a window of 150 tokens, to score answers of opd.rollouts, is more than its "
+        "max_position_embeddings = 149"
     )
     vllm = "opd.teacher.engine={kind='vllm', max_model_len=%d}"
     assert found(of_teacher % 512, vllm % 151) == []
     (problem,) = found(of_teacher % 512, vllm % 150)
     assert problem.startswith("opd.teacher: a window of 151 tokens")
     assert problem.endswith("is more than opd.teacher.engine.max_model_len = 150")
+    # longer than the model's window: vLLM refuses it, and the window is what there is
+    (*_, problem) = found(of_teacher % 150, vllm % 512)
+    assert problem.endswith("is more than its max_position_embeddings = 150")
     live = ("rl.distill={}", "rl.rollout.max_prompt_tokens=100", "rl.rollout.sampling={max_new_tokens=50}")
     of_rl = "rl_teacher.source={kind='trained', sft={max_tokens=9}, model={kind='tiny', max_position_embeddings=%d}}"
     assert length_problems(profile(tmp_path, *live, of_rl % 150)) == []
