@@ -28,8 +28,8 @@ from klear_core.artifacts.store import LocalStore
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HubModelConfig
 from klear_core.errors import ArtifactError, ConfigError, meant
+from klear_core.gguf_checks import check_gguf
 from klear_core.gguf_header import is_gguf
-from klear_core.hf_config import check_gguf
 from klear_core.pipeline.graph import stages_of
 from klear_core.scores import number, visible
 from klear_core.train.base_model import model_folder, pointed_folder, wanted_window

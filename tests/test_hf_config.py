@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.train import HfModelConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.model_size import known_size, size_of_hf
-from klear_core.hf_config import read_hf_config
+from klear_core.hf_config import check_architecture, read_hf_config
 from klear_core.pipeline.costs.estimate import estimate
 from klear_core.pipeline.preflight.checks import problems_with
 
@@ -84,3 +85,51 @@ def test_of_a_mixture_a_token_uses_a_few_experts(tmp_path: Path) -> None:
     )
     assert of_mixtral.mlp_size == 8 * 14_336
     assert of_mixtral.idle_mlp_size == 0  # 8 of 8
+
+
+@pytest.mark.parametrize(
+    ("model_type", "active", "all_of_them"),
+    [
+        ("qwen2_moe", 4 * 1408 + 5632, 60 * 1408 + 5632),  # a shared expert as wide as four
+        ("qwen3_next", 10 * 512 + 512, 512 * 512 + 512),
+        ("deepseek_v3", 8 * 2048 + 1 * 2048, 256 * 2048 + 1 * 2048),
+        ("glm4_moe", 8 * 1408 + 1 * 1408, 128 * 1408 + 1 * 1408),
+        ("exaone_moe", 8 * 1024 + 1 * 1024, 64 * 1024 + 1 * 1024),
+        ("granitemoehybrid", 2 * 11_008 + 1024, 8 * 11_008 + 1024),
+        ("qwen3_5_moe", 8 * 512 + 512, 256 * 512 + 512),
+        ("mixtral", 2 * 14_336, 8 * 14_336),
+    ],
+)
+def test_every_token_uses_the_shared_experts(tmp_path: Path, model_type: str, active: int, all_of_them: int) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    config = read_hf_config(tmp_path)
+    assert (config.mlp_size, config.mlp_size - config.idle_mlp_size) == (all_of_them, active)
+
+
+@pytest.mark.parametrize("model_type", ["llama4", "qwen3_5_moe"])
+def test_a_mixture_whose_keys_are_in_another_may_be_scored_and_not_trained(tmp_path: Path, model_type: str) -> None:
+    published = AutoConfig.for_model(model_type)
+    published.save_pretrained(tmp_path)
+    config = read_hf_config(tmp_path)
+    assert (config.model_type, config.hidden_size) == (model_type, published.text_config.hidden_size)
+    check_architecture(tmp_path, is_trained=False)
+    with pytest.raises(ConfigError, match=f"{model_type} is a mixture of"):
+        check_architecture(tmp_path)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_model_that_generates_no_text_is_refused_whether_trained_or_not(tmp_path: Path, is_trained: bool) -> None:
+    def check(name: str) -> None:
+        write_config(tmp_path, json.dumps(QWEN3 | {"architectures": [name]}))
+        check_architecture(tmp_path, is_trained=is_trained)
+
+    check("Qwen3ForCausalLM")
+    with pytest.raises(ConfigError, match=r"architectures = \['Qwen3ForSequenceClassification'\]"):
+        check("Qwen3ForSequenceClassification")
+
+
+def test_a_model_that_reads_pictures_too_may_be_sampled_from_and_not_trained(tmp_path: Path) -> None:
+    write_config(tmp_path, json.dumps(QWEN3 | {"architectures": ["Llama4ForConditionalGeneration"]}))
+    check_architecture(tmp_path, is_trained=False)
+    with pytest.raises(ConfigError, match="Klear trains causal language models, …ForCausalLM"):
+        check_architecture(tmp_path)

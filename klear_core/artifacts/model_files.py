@@ -11,7 +11,8 @@ from klear_core.artifacts.hub import HubFile, HubFiles, Progress, fetch, publish
 from klear_core.artifacts.manifest import Manifest
 from klear_core.config.train import GgufModelConfig, HubModelConfig, PublishedModel
 from klear_core.errors import ConfigError
-from klear_core.hf_config import check_architecture, check_gguf, check_model_type
+from klear_core.gguf_checks import check_gguf
+from klear_core.hf_config import check_architecture, check_model_type
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -126,8 +127,7 @@ def check_model(model: PublishedModel, *, is_trained: bool = True) -> None:
         repo = repo_of(model)
         _published(repo)  # for its errors: no such repository, or files missing in it
         fetch_small(repo)
-        if is_trained:
-            check_architecture(repo.folder)
+        check_architecture(repo.folder, is_trained=is_trained)
         check_model_type(repo.folder)
     else:
         check_folder(folder_of(model), is_trained=is_trained)
@@ -140,8 +140,7 @@ def check_folder(folder: Path, *, is_trained: bool = True) -> list[str]:
         raise ConfigError(f"{folder}: no such folder; relative paths are taken from {Path.cwd()}")
     present = _names_in(folder)
     if _CONFIG in present:  # what it says comes first: other kinds of models have other files
-        if is_trained:
-            check_architecture(folder)
+        check_architecture(folder, is_trained=is_trained)
         check_model_type(folder)
     names = model_files(present, at=str(folder))
     missing = _missing_shards(folder, names)

@@ -13,8 +13,8 @@ from klear_core.artifacts.model_files import CARD, check_folder
 from klear_core.config.load import profile_toml
 from klear_core.errors import ConfigError
 from klear_core.evaluate.counts import CountsBy, count_stored
+from klear_core.gguf_checks import require_gguf
 from klear_core.gguf_header import SUFFIX
-from klear_core.hf_config import require_gguf
 from klear_core.report.cards import PROFILE_FOLDER, CardFacts, data_card, model_card
 from klear_core.report.run.lineage import (
     Ancestor,

@@ -22,7 +22,8 @@ from klear_core.artifacts.model_files import (
 )
 from klear_core.config.train import GgufModelConfig, HubModelConfig, ModelConfig, PublishedModel, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
-from klear_core.hf_config import check_gguf, read_hf_config
+from klear_core.gguf_checks import check_gguf
+from klear_core.hf_config import read_hf_config
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from klear_core.artifacts.model_files import weight_files
 from klear_core.errors import ConfigError
+from klear_core.gguf_checks import GGUF_ENDS, check_gguf
 from klear_core.gguf_header import SUFFIX, GgufHeader, read_gguf_header
-from klear_core.hf_config import GGUF_ENDS, HfConfig, check_gguf, read_hf_config, unusual_keys
+from klear_core.hf_config import HfConfig, read_hf_config, unusual_keys
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -47,6 +48,8 @@ def write_folder(file: Path, folder: Path, *, window: int | None = None) -> None
 
     `window` replaces the positions in its config. ConfigError if the file is cut off or of types unknown here.
     """
+    from transformers import PreTrainedTokenizerFast
+
     header = read_gguf_header(file)
     with TemporaryDirectory() as empty:
         # transformers would also read files beside it, such as a tokenizer of another model
@@ -57,9 +60,12 @@ def write_folder(file: Path, folder: Path, *, window: int | None = None) -> None
         except (ValueError, KeyError, OSError) as e:
             raise ConfigError(f"{file}: its weights cannot be read ({e}); fetch the file again") from e
         try:
-            tokenizer = _tokenizer_of(alone, header)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(**_where(alone))
+        except (MemoryError, ImportError):  # no fault of the file
+            raise
         except Exception as e:  # tokenizers raises no other class for a merge of unknown tokens
             raise ConfigError(f"{file}: its tokenizer cannot be read ({e}); convert the model again") from e
+    _complete_rules(tokenizer, header)
     # Turns may end in another token than texts (Llama 3): samplers stop at each.
     ends = [header.metadata.get(f"tokenizer.ggml.{key}") for key in GGUF_ENDS]
     model.generation_config.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None)) or None
@@ -75,7 +81,7 @@ def _dequantised(file: Path, window: int | None) -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+    where = _where(file)
     ours, config = read_hf_config(file), AutoConfig.from_pretrained(**where)
     config.max_position_embeddings = window or ours.max_position_embeddings
     # transformers reads it for Llama alone, and takes 128 for Qwen3
@@ -97,12 +103,15 @@ def _dequantised(file: Path, window: int | None) -> Any:
     return model
 
 
-def _tokenizer_of(file: Path, header: GgufHeader) -> Tokenizer:
-    """Return the tokenizer of a GGUF file, with what transformers leaves out of its rules."""
-    from tokenizers import normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def _where(file: Path) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` by which transformers reads a GGUF file."""
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+
+def _complete_rules(tokenizer: Tokenizer, header: GgufHeader) -> None:
+    """Add to the tokenizer of a GGUF file what transformers leaves out of its rules."""
+    from tokenizers import normalizers, pre_tokenizers
+
     inner, rule = tokenizer.backend_tokenizer, header.metadata.get("tokenizer.ggml.pre")
     if rule == "smollm":
         inner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -112,7 +121,6 @@ def _tokenizer_of(file: Path, header: GgufHeader) -> Tokenizer:
         inner.normalizer = normalizers.NFC()
     elif rule == "llama-bpe":
         inner.model.ignore_merges = True  # a word of the vocabulary is one token, whether its merges lead there or not
-    return tokenizer
 
 
 # ---- to GGUF ----

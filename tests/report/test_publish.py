@@ -24,7 +24,7 @@ from klear_core.config.load import load_profile, profile_toml, validate
 from klear_core.config.settings import config_digest
 from klear_core.config.train import GgufModelConfig, TinyModelConfig
 from klear_core.errors import ConfigError
-from klear_core.hf_config import check_gguf
+from klear_core.gguf_checks import check_gguf
 from klear_core.metrics import NullTelemetry
 from klear_core.report.publish import check_published, published_artifact, write_data, write_model
 from klear_core.train.base_model import prepare_base, take_model

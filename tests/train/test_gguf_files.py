@@ -14,15 +14,16 @@ import torch
 from gguf_models import TEXT, rewritten, write_model
 from safetensors.torch import load_file
 from tiny_models import tiny_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from klear_core.artifacts.model_files import check_model
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.train import GgufModelConfig, GivenConfig, GivenFolder, GivenGguf, HfModelConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.model_size import model_size
+from klear_core.gguf_checks import check_gguf
 from klear_core.gguf_header import read_gguf_header
-from klear_core.hf_config import FolderTokenizer, check_gguf, read_hf_config
+from klear_core.hf_config import FolderTokenizer, read_hf_config
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import fingerprints_of, set_moved_aside, stages_of
 from klear_core.pipeline.preflight.checks import problems_with
@@ -184,8 +185,22 @@ REFUSED = {
     "no end": ({"without": ["tokenizer.ggml.eos_token_id"]}, "no tokenizer.ggml.eos_token_id in it"),
     "no such token": ({"keys": {"tokenizer.ggml.padding_token_id": 320}}, "padding_token_id = 320, .* 320 tokens"),
     "no template": ({"without": ["tokenizer.chat_template"]}, "no chat template in it"),
-    "no size": ({"without": ["llama.embedding_length"]}, r"no hidden_size \(architecture 'llama'\)"),
-    "heads by layer": ({"keys": {"llama.attention.head_count": [1, 2]}}, "num_attention_heads = "),
+    "no size": ({"without": ["llama.embedding_length"]}, "no llama.embedding_length"),
+    "heads by layer": ({"keys": {"llama.attention.head_count": [1, 2]}}, "llama.attention.head_count = "),
+    "no heads": (
+        {"without": ["llama.attention.key_length"], "keys": {"llama.attention.head_count": 0}},
+        "head_count = 0: ",
+    ),
+    "layers in words": ({"keys": {"llama.block_count": "3"}}, "llama.block_count = '3': "),
+    "more layers than tensors": (
+        {"keys": {"llama.block_count": 2**32 - 1}},
+        "block_count = 4294967295, but .* 30 tensors",
+    ),
+    "a token in words": ({"keys": {"tokenizer.ggml.bos_token_id": "1"}}, "tokenizer.ggml.bos_token_id = '1'"),
+    "tokens as numbers": ({"keys": {"tokenizer.ggml.tokens": [1, 2]}}, "tokenizer.ggml.tokens is no list of texts"),
+    "merges as numbers": ({"keys": {"tokenizer.ggml.merges": [1, 2]}}, "tokenizer.ggml.merges is no list of texts"),
+    "parts in words": ({"keys": {"split.count": "3"}}, "llama-gguf-split --merge"),
+    "a template in numbers": ({"keys": {"tokenizer.chat_template": 5}}, "no chat template in it"),
     "alignment": ({"keys": {"general.alignment": 0}}, "general.alignment = 0"),
     "a window": ({"keys": {"llama.attention.sliding_window": 127}}, "llama.attention.sliding_window = 127"),
     "other value heads": ({"keys": {"llama.attention.value_length": 8}}, "llama.attention.value_length = 8"),
@@ -269,6 +284,16 @@ def test_merges_of_unknown_tokens_are_refused_with_the_file(merges, file, tmp_pa
     with pytest.raises(ConfigError, match=f"{path}: its tokenizer cannot be read"):
         take(path, tmp_path / "taken")
     assert not (tmp_path / "taken" / "model").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError, ImportError])
+def test_what_the_machine_lacks_is_not_said_of_the_file(error, file, tmp_path, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", fails)
+    with pytest.raises(error):
+        take(file, tmp_path / "taken")
 
 
 def test_a_file_that_is_not_there_another_or_half_is_refused_in_the_preflight(file, tmp_path):

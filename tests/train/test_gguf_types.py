@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from klear_core.config.train import GgufModelConfig
 from klear_core.errors import ConfigError
-from klear_core.hf_config import check_gguf
+from klear_core.gguf_checks import check_gguf
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base_model import model_folder, take_model
 from klear_core.train.gguf_files import write_gguf

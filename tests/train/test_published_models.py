@@ -164,8 +164,9 @@ def test_a_model_that_transformers_or_klear_cannot_train_is_refused(tmp_path, ti
     folder = shutil.copytree(tiny, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ConfigError, match=told):
-        check_folder(folder)
+    for is_trained in (True, False):
+        with pytest.raises(ConfigError, match=told):
+            check_folder(folder, is_trained=is_trained)
 
 
 def test_a_type_that_is_defined_in_the_folder_of_another_is_known(tmp_path, tiny):
