@@ -1,4 +1,4 @@
-"""Check that a folder with the same model can be made from a GGUF file, by its header: what would be lost is refused."""
+"""Check by its header that a folder with the same model can be made from a GGUF file; what would be lost is refused."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def _tensor_problems(header: GgufHeader, config: HfConfig) -> Iterator[str]:
     # before names are made for so many layers
     if config.num_hidden_layers > len(header.tensors):
         yield (
-            f"{header.architecture}.block_count = {config.num_hidden_layers}, but it has {len(header.tensors)} tensors; "
-            "fetch the file again, or take another conversion of the model"
+            f"{header.architecture}.block_count = {config.num_hidden_layers}, but it has {len(header.tensors)} tensors"
+            "; fetch the file again, or take another conversion of the model"
         )
     shapes, found = _tensor_shapes(config), header.tensors
     missing = [name for name in shapes if name not in found]
