@@ -203,7 +203,7 @@ def test_a_bad_template_stops_before_the_first_step(tmp_path):
 def test_weights_that_are_not_finite_stop_the_stage_and_leave_the_batches(tmp_path):
     model, traces = inputs(tmp_path / "in")
     spoil(model)
-    with pytest.raises(TrainingError, match="6 steps"):
+    with pytest.raises(TrainingError, match="6 updates"):
         run((model, traces), tmp_path / "out")
     assert len(list((tmp_path / "out" / "skipped").iterdir())) == 6
 

@@ -64,7 +64,7 @@ def test_a_skipped_batch_is_kept_and_one_too_many_stops(tmp_path):
     save_bad_batch(tmp_path / "skipped", rows, step=7, num_skipped=1, max_skipped=1)
     kept = json.loads((tmp_path / "skipped" / "step-00000007-1.json").read_text())
     assert (kept[0]["token_ids"], kept[0]["loss_mask"]) == (list(rows[0].token_ids), [False, False, False, True])
-    with pytest.raises(TrainingError, match=r"2 steps .* 1 are allowed"):
+    with pytest.raises(TrainingError, match=r"2 updates .* 1 are allowed"):
         save_bad_batch(tmp_path / "skipped", rows, step=9, num_skipped=2, max_skipped=1)
 
 
@@ -72,7 +72,7 @@ def test_a_batch_that_cannot_be_kept_hides_no_error(tmp_path, caplog):
     (tmp_path / "skipped").write_text("a file in the way, as a full disk is")
     save_bad_batch(tmp_path / "skipped", random_rows([4]), step=7, num_skipped=1, max_skipped=1)
     assert "these rows are not kept" in caplog.text
-    with pytest.raises(TrainingError, match=r"2 steps .* 1 are allowed"):
+    with pytest.raises(TrainingError, match=r"2 updates .* 1 are allowed"):
         save_bad_batch(tmp_path / "skipped", random_rows([4]), step=9, num_skipped=2, max_skipped=1)
     with profiled((0, 9), 3, tmp_path / "skipped", rank=0):
         torch.ones(4) @ torch.ones(4)
