@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from klear_core.config.evaluate import VllmEngineConfig
+from klear_core.config.opd import OpdConfig
 from klear_core.config.rewards import OverlongConfig
 from klear_core.config.rl import MismatchConfig, RlConfig, RolloutConfig
 
@@ -114,6 +115,14 @@ def test_what_a_plan_says_of_stale_samples_is_what_was_seen_on_them(settings: di
     cfg = RlConfig.model_validate(settings)
     assert cfg.stale_risk(3) == ""
     assert (told in cfg.stale_risk(4)) if told else (cfg.stale_risk(4) == "")
+
+
+@pytest.mark.parametrize(("old_logps", "num_steps"), [("sampler", 8), ("learner", 8), ("learner", 200)])
+def test_distillation_is_warned_of_old_samples_and_told_only_what_it_can_set(old_logps: str, num_steps: int) -> None:
+    train = {"old_logps": old_logps, "num_steps": num_steps}
+    risk = OpdConfig.model_validate({"teacher": {"top_k": 0}, "train": train}).stale_risk
+    assert ("take one of these" in risk) == (old_logps == "sampler")
+    assert "mismatch" not in risk
 
 
 def test_at_16_versions_the_learners_log_probs_are_no_remedy() -> None:
