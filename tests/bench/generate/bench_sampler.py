@@ -2,12 +2,18 @@
 
 `full_length`: equal prompts and no end tokens, so that both sides do the same work. `rollout`: as RL samples, prompts of mixed
 lengths and answers that end by themselves. Both must draw from the same distribution: their mean log-probs are compared.
+
+A given model is measured beside vLLM's CPU build too where that is installed, which Klear's command is not beside it:
+`.venv-vllm/bin/python tests/bench/generate/bench_sampler.py models/SmolLM2-135M`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -76,11 +82,14 @@ def _measure_given(folder: Path) -> list[dict[str, object]]:
     theirs = {dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for dtype in DTYPES}
     for model in theirs.values():
         model.generation_config.eos_token_id = None  # of full length; ours may end earlier
+    vllm = _vllm(folder) if importlib.util.find_spec("vllm") else None
     runs: dict[str, list[tuple[int, float, float]]] = {}
     for _ in range(3):
         for dtype, given in theirs.items():
             runs.setdefault(f"klear_{dtype}", []).append(_engine_run(folder, prompts, dtype))
             runs.setdefault(f"transformers_{dtype}", []).append(_transformers_run(given, prompts))
+        if vllm is not None:
+            runs.setdefault("vllm_bfloat16", []).append(_vllm_run(vllm, prompts))
     rates = {side: _best(found)[0] for side, found in runs.items()}
     best = max(rates["transformers_float32"], rates["transformers_bfloat16"])
     name, ratio = f"sampler/{folder.name}_{BATCH_SIZES[0]}", rates["klear_bfloat16"] / best
@@ -161,6 +170,28 @@ def _transformers_run(model: Any, prompts: list[list[int]]) -> tuple[int, float,
     return int(is_real_BT.sum()), cpu_s, float(logps_BT[is_real_BT].mean())
 
 
+def _vllm(folder: Path) -> Any:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    from vllm import LLM
+
+    return LLM(
+        str(folder), dtype="bfloat16", max_model_len=1024, enable_prefix_caching=True, kv_cache_memory_bytes=1 << 30
+    )
+
+
+def _vllm_run(llm: Any, prompts: list[list[int]]) -> tuple[int, float, float]:
+    from vllm import SamplingParams as VllmParams
+
+    params = VllmParams(n=GROUP, temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    started = time.process_time()
+    groups = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    cpu_s = time.process_time() - started
+    samples = [sample for group in groups for sample in group.outputs]
+    logp = sum(sample.cumulative_logprob for sample in samples)
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    return num_tokens, cpu_s, logp / num_tokens
+
+
 def _model(folder: Path, *, ends: bool) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -187,5 +218,5 @@ def _model(folder: Path, *, ends: bool) -> Qwen3ForCausalLM:
 
 
 if __name__ == "__main__":
-    for row in measure():
+    for row in measure(*map(Path, sys.argv[1:])):
         print(json.dumps(row))
