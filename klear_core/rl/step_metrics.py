@@ -203,7 +203,7 @@ def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[s
     rollouts = [r for g in groups for r in g.rollouts]  # all that were sampled, also of groups that were dropped
     by_group, by_rollout = (dict(sorted(drops.of(unit).items())) for unit in ("group", "rollout"))
     num_asked = sum(by_group.values())
-    num_informative = sum(_is_informative(group) for group in groups)
+    num_informative = sum(_is_mixed(group) for group in groups)
     num_tokens = sum(len(r.completion.token_ids) for r in rollouts)
     # `asked` counts all; then each `pop` takes a reason out, so that what is left below are the other reasons.
     metrics = {
@@ -224,7 +224,7 @@ def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[s
     return metrics | _rewards(rollouts) | _custom_rewards(rollouts) | _lengths(rollouts)
 
 
-def _is_informative(group: RolloutGroup) -> bool:
+def _is_mixed(group: RolloutGroup) -> bool:
     """Return whether a group has right and wrong answers, whatever the filter makes of it."""
     return len({r.is_positive for r in group.rollouts if r.verdict.outcome.counts_for_model}) == 2
 

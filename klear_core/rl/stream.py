@@ -4,7 +4,7 @@ A group teaches by its advantages, so it needs right and wrong answers. For a pa
 of both is 1 - p^n - (1 - p)^n. p is known only from answers: those of RL's own groups and, at first, of a `tag` stage.
 With a Beta(a, b) posterior the expectation over p has a closed form (the beta-binomial's two ends):
 
-    informative = 1 - E[p^n] - E[(1 - p)^n],    E[p^n] = prod over i < n of (a + i) / (a + b + i)
+    mixed_probability = 1 - E[p^n] - E[(1 - p)^n],    E[p^n] = prod over i < n of (a + i) / (a + b + i)
 
 The prior is fitted to all problems with answers. Where most are always right or always wrong it has little weight, so
 that one group decides.
@@ -149,7 +149,7 @@ class PromptStream:
 
 
 class Curriculum:
-    """Draw problems without replacement within a step, with weights of their probability of an informative group.
+    """Draw problems without replacement within a step, with weights of their probability of a mixed group.
 
     The order of a step's draws follows from the seed, the step and the memory of the steps before it.
     """
@@ -284,10 +284,10 @@ class Curriculum:
         return strength * mean, strength * (1 - mean)
 
     def _judge(self, problem_id: str, prior: tuple[float, float]) -> tuple[Pool, float]:
-        """Return a problem's pool and the probability that its group will be informative."""
+        """Return a problem's pool and the probability that its group will be mixed."""
         known = self.known(problem_id)
         a, b = prior[0] + known.right, prior[1] + known.judged - known.right
-        weight = informative(a, b, self._num_samples)
+        weight = mixed_probability(a, b, self._num_samples)
         seen = self._seen.get(problem_id)
         if seen is None and problem_id not in self._tags:
             return "new", weight
@@ -299,7 +299,7 @@ class Curriculum:
         return ("easy" if a > b else "hard"), weight
 
 
-def informative(a: float, b: float, num_samples: int) -> float:
+def mixed_probability(a: float, b: float, num_samples: int) -> float:
     """Return the probability that a group has right and wrong answers, for a pass rate drawn from Beta(a, b)."""
     of_both = math.lgamma(a + b) - math.lgamma(a + b + num_samples)
     all_right = math.exp(of_both + math.lgamma(a + num_samples) - math.lgamma(a))

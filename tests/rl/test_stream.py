@@ -13,7 +13,7 @@ from klear_core.config.rl import CurriculumConfig
 from klear_core.rl.groups import drop_ledger
 from klear_core.rl.state import RlState
 from klear_core.rl.step_metrics import describe_groups
-from klear_core.rl.stream import Curriculum, Memory, PromptStream, Seen, informative
+from klear_core.rl.stream import Curriculum, Memory, PromptStream, Seen, mixed_probability
 from klear_core.types import Completion, Outcome, PassRate, Rollout, RolloutGroup, Verdict
 
 TEN = [problem(f"q{i}") for i in range(10)]
@@ -98,7 +98,7 @@ def test_without_a_curriculum_nothing_is_remembered() -> None:
 def test_a_groups_chance_of_right_and_wrong_answers_by_hand(
     a: float, b: float, num_samples: int, expected: float
 ) -> None:
-    assert informative(a, b, num_samples) == pytest.approx(expected, abs=1e-5)
+    assert mixed_probability(a, b, num_samples) == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_prior_has_the_mean_and_the_spread_of_the_problems() -> None:
@@ -180,7 +180,7 @@ def test_problems_are_drawn_in_proportion_to_their_chance_of_an_informative_grou
     within = 1 / 8 + 2 / 7
     half = 0.5 * within / (1 - within)
     counts = {"a": (8, 0), "b": (0, 8), "c": (4, 4)}
-    weights = {name: informative(half + right, half + wrong, 8) for name, (right, wrong) in counts.items()}
+    weights = {name: mixed_probability(half + right, half + wrong, 8) for name, (right, wrong) in counts.items()}
     assert weights["a"] == pytest.approx(weights["b"])
     for name, weight in weights.items():
         assert firsts[name] / 3000 == pytest.approx(weight / sum(weights.values()), abs=0.03)
