@@ -103,12 +103,12 @@ def train_rl(
             extras = Extras(
                 custom_rewards=rewards, inline_eval=inline_eval, pass_rates=rates, open_teacher=open_teacher
             )
-            progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, extras))
+            state = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, extras))
     shown = _shown(setup)
     # Again at the end: a short run ends before the first check in the loop.
-    warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
+    warnings = check_trained_share(state, cfg.runtime.informative, shown=shown)
     gather_shown(shown, workdir / SHOWN_FILE)
-    summary = progress.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=setup.seed)
+    summary = state.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=setup.seed)
     return summary.model_copy(update={"notes": (*cfg.reward.loopholes, *warnings, *summary.notes, *notes)})
 
 
@@ -131,10 +131,10 @@ async def run_rl(
             )
             while True:
                 try:
-                    progress = RlState.of(await learner.restore())
+                    state = RlState.of(await learner.restore())
                     learner_notes = await learner.notes()
                     # Stream and collector are rebuilt after a loss: prompts continue where the checkpoint left off.
-                    stream = stream_of(setup, problems, extras.pass_rates, progress)
+                    stream = stream_of(setup, problems, extras.pass_rates, state)
                     sampler = RolloutWorker(
                         engine,
                         judge,
@@ -144,20 +144,20 @@ async def run_rl(
                         engine_status=workers.status,
                         custom_rewards=extras.custom_rewards,
                     )
-                    rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
-                    step_log = StepLog(setup.cfg, progress, watch, shown=_shown(setup))
+                    rollouts = rollouts_of(setup.cfg, sampler, stream, state)
+                    step_log = StepLog(setup.cfg, state, watch, shown=_shown(setup))
                     async with InlineEvals(extras.inline_eval, watch, setup.cfg, workdir=setup.workdir) as evals:
                         with loop_watched("engines, ranks and judges wait for it"):
                             await run_steps(setup.cfg, learner, engine, rollouts, step_log, evals, teacher)
                     # Again for a run that was stopped in its last step, and has none left to take.
                     step_log.check()
-                    progress.notes = (*learner_notes, *watch.notes())
+                    state.notes = (*learner_notes, *watch.notes())
                     if not (setup.workdir / "model").exists():  # else the run was killed after its export
                         await learner.export(setup.workdir / "model")
                 except LearnerLost as lost:
                     log.warning("%s; going on from its last checkpoint", lost)
                 else:
-                    return progress
+                    return state
     finally:
         await workers.close()
 
@@ -173,12 +173,12 @@ async def run_steps(
 ) -> None:
     """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates, except
     in mode `delayed`."""
-    progress, sleeper = step_log.progress, _sleeper(engine, cfg.rollout)
+    state, sleeper = step_log.state, _sleeper(engine, cfg.rollout)
     # After a restore the learner has the checkpoint's weights; the engines still have those from before.
-    await sync_weights(learner, engine, sleeper, version=progress.step)
-    evals.resume(engine, step=progress.step)
+    await sync_weights(learner, engine, sleeper, version=state.step)
+    evals.resume(engine, step=state.step)
     async with rollouts:
-        for step in range(progress.step, cfg.num_steps):
+        for step in range(state.step, cfg.num_steps):
             phase = Phases()
             with phase("sample"):
                 collected = await rollouts.next()
@@ -203,13 +203,13 @@ async def run_steps(
             rollouts.allow_another()
             step_log.log(collected, samples.drops, update, phase.seconds)
             # After `log`, so that the checkpoint includes this step's counts.
-            is_last = progress.step == cfg.num_steps or stopping.is_asked()
-            if progress.step % cfg.runtime.checkpoint.every_steps == 0 or is_last:
+            is_last = state.step == cfg.num_steps or stopping.is_asked()
+            if state.step % cfg.runtime.checkpoint.every_steps == 0 or is_last:
                 await asyncio.to_thread(step_log.keep)
-                await learner.save(progress.counters())
-            if is_last and progress.step < cfg.num_steps:
+                await learner.save(state.counters())
+            if is_last and state.step < cfg.num_steps:
                 await learner.finish_save()
-                raise StoppedEarly(f"RL was asked to stop after step {progress.step}")
+                raise StoppedEarly(f"RL was asked to stop after step {state.step}")
             step_log.check()
         await evals.finish()
 
@@ -232,9 +232,9 @@ class Phases:
 class StepLog:
     """Count, describe and log the steps of a run."""
 
-    def __init__(self, cfg: RlConfig, progress: RlState, watch: Watch, *, shown: Path) -> None:
+    def __init__(self, cfg: RlConfig, state: RlState, watch: Watch, *, shown: Path) -> None:
         """`shown` is the folder for a few steps' answers."""
-        self.progress = progress
+        self.state = state
         self._cfg = cfg
         self._watch = watch
         self._shown = shown
@@ -243,17 +243,17 @@ class StepLog:
         self, collected: StepRollouts, drops: DropCounts, update: dict[str, float], seconds: Mapping[str, float]
     ) -> None:
         """Log a finished step; `drops` are of its selection, `update` the learner's metrics."""
-        cfg, progress = self._cfg, self.progress
+        cfg, state = self._cfg, self.state
         # Before everything that reads the counts.
         collected.drops.add(drops)
         metrics = update | describe_groups(collected.groups, collected.drops) | describe_answers(collected.groups, cfg)
         metrics |= speed(collected, update, seconds)
-        count_step(progress, metrics, collected, minibatches_per_step=cfg.minibatches_per_step)
-        self._watch.log(metrics, step=progress.step)
-        self._watch.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
-        is_last = progress.step == cfg.num_steps
-        if is_last or (progress.step - 1) % math.ceil(cfg.num_steps / _NUM_SHOWN) == 0:
-            save_shown(self._shown, collected.groups, cfg, step=progress.step)
+        count_step(state, metrics, collected, minibatches_per_step=cfg.minibatches_per_step)
+        self._watch.log(metrics, step=state.step)
+        self._watch.progress(state.step, cfg.num_steps, f"pass rate {state.pass_rate:.2f}")
+        is_last = state.step == cfg.num_steps
+        if is_last or (state.step - 1) % math.ceil(cfg.num_steps / _NUM_SHOWN) == 0:
+            save_shown(self._shown, collected.groups, cfg, step=state.step)
 
     def keep(self) -> None:
         """Send what was logged to the shared store, if there is one, for a node that goes on after this one."""
@@ -262,16 +262,16 @@ class StepLog:
     def check(self) -> None:
         """Raise CollapseError if answers degenerate, DataError if hardly any group was trained on, once there are
         enough steps to tell."""
-        self._watch.check(self.progress.step)
-        if self.progress.step >= _CHECK_FROM_STEP:
-            check_trained_share(self.progress, self._cfg.runtime.informative, shown=self._shown)
+        self._watch.check(self.state.step)
+        if self.state.step >= _CHECK_FROM_STEP:
+            check_trained_share(self.state, self._cfg.runtime.informative, shown=self._shown)
 
 
 def count_step(
-    progress: RlState, metrics: dict[str, float], collected: StepRollouts, *, minibatches_per_step: int
+    state: RlState, metrics: dict[str, float], collected: StepRollouts, *, minibatches_per_step: int
 ) -> None:
-    """Add a finished step to `progress`; warn after the first update if every ratio was 1."""
-    progress.after(
+    """Add a finished step to `state`; warn after the first update if every ratio was 1."""
+    state.add_step(
         metrics,
         collected.drops,
         position=collected.position,
@@ -279,20 +279,20 @@ def count_step(
         unfinished=collected.unfinished,
         memory=collected.memory,
     )
-    is_first_update = progress.step == progress.steps_without_update + 1
-    if is_first_update and progress.are_ratios_one():
-        log.warning("step %d: %s", progress.step, ratios_one_note(minibatches_per_step))
+    is_first_update = state.step == state.steps_without_update + 1
+    if is_first_update and state.are_ratios_one():
+        log.warning("step %d: %s", state.step, ratios_one_note(minibatches_per_step))
 
 
-def check_trained_share(progress: RlState, floor: YieldLimits, *, shown: Path) -> tuple[str, ...]:
+def check_trained_share(state: RlState, floor: YieldLimits, *, shown: Path) -> tuple[str, ...]:
     """Return a warning if many groups were uninformative; raise DataError if nearly all were.
 
     `shown` is the folder of saved answers, of which the newest is the error's example.
     """
-    what = f"prompts were trained on in {progress.step} steps (last pass rate {progress.pass_rate:.2f})"
+    what = f"prompts were trained on in {state.step} steps (last pass rate {state.pass_rate:.2f})"
     remedy = "Give it problems of another difficulty, a better model to start from, or more samples_per_group"
     return check_yield(
-        progress.trained(), what, floor, key="rl.runtime.informative", remedy=remedy, example=last_shown(shown)
+        state.trained(), what, floor, key="rl.runtime.informative", remedy=remedy, example=last_shown(shown)
     )
 
 
@@ -337,9 +337,9 @@ def _shown(setup: RlSetup) -> Path:
 
 
 def stream_of(
-    setup: RlSetup, problems: Sequence[Problem], pass_rates: Mapping[str, PassRate] | None, progress: RlState
+    setup: RlSetup, problems: Sequence[Problem], pass_rates: Mapping[str, PassRate] | None, state: RlState
 ) -> PromptStream:
-    """Return the stream of prompts where `progress` left it."""
+    """Return the stream of prompts where `state` left it."""
     curriculum = None
     if setup.cfg.curriculum is not None:
         curriculum = Curriculum(
@@ -348,23 +348,23 @@ def stream_of(
             seed=setup.seed,
             samples_per_group=setup.cfg.rollout.samples_per_group,
             pass_rates=pass_rates or {},
-            step=progress.step,
-            memory=progress.memory,
+            step=state.step,
+            memory=state.memory,
         )
-    return PromptStream(problems, seed=setup.seed, position=progress.position, curriculum=curriculum)
+    return PromptStream(problems, seed=setup.seed, position=state.position, curriculum=curriculum)
 
 
 def rollouts_of(
-    cfg: RlConfig, sampler: RolloutWorker, stream: PromptStream, progress: RlState
+    cfg: RlConfig, sampler: RolloutWorker, stream: PromptStream, state: RlState
 ) -> Lookahead | ContinuousRollouts:
     """Return the groups of all remaining steps, in rounds, delayed or continuously."""
     if cfg.rollout.mode == "continuous":
-        return ContinuousRollouts(sampler, stream, cfg, step=progress.step, again=progress.unfinished)
+        return ContinuousRollouts(sampler, stream, cfg, step=state.step, again=state.unfinished)
     collector = Collector(sampler, stream, cfg)
     # Version v permits the batch of step v + depth. So no answer is more than `max_staleness` versions old.
     return Lookahead(
         collector.collect,
         depth=cfg.max_staleness,
-        num_batches=cfg.num_steps - progress.step,
+        num_batches=cfg.num_steps - state.step,
         is_in_turn=cfg.rollout.mode == "delayed",
     )

@@ -55,7 +55,7 @@ class RlState:
     notes: tuple[str, ...] = ()
     """Notes of the learner and of the watch for the manifest; not saved, since a run that resumes makes its own."""
 
-    def after(
+    def add_step(
         self,
         metrics: Mapping[str, float],
         drops: DropCounts,
@@ -95,7 +95,7 @@ class RlState:
 
     @classmethod
     def of(cls, counters: Mapping[str, int | float] | None) -> RlState:
-        """Rebuild progress from `counters`; None means that no step is finished."""
+        """Rebuild the state from `counters`; None means that no step is finished."""
         if counters is None:
             return cls()
         drops = {k.removeprefix(_DROPS): int(v) for k, v in counters.items() if k.startswith(_DROPS)}

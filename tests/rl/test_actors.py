@@ -124,9 +124,9 @@ both_ways = pytest.mark.parametrize("weight_sync", ["store", "direct"])
 def test_actors_learn_exactly_what_one_process_learns(
     session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState], weight_sync: str
 ) -> None:
-    progress = run(config(weight_sync=weight_sync), base, tmp_path)
-    assert progress.counters() == undisturbed[1].counters()
-    assert progress.notes == ()  # the direct way carries the known tensors, and engines give the learner's log-probs
+    state = run(config(weight_sync=weight_sync), base, tmp_path)
+    assert state.counters() == undisturbed[1].counters()
+    assert state.notes == ()  # the direct way carries the known tensors, and engines give the learner's log-probs
     assert same_weights(tmp_path, undisturbed[0])
     assert not psutil.wait_procs(actors_of("RolloutActor") + actors_of("LearnerActor"), timeout=90)[1]
 
@@ -155,10 +155,10 @@ def test_a_killed_rollout_actor_is_replaced_and_no_answer_is_lost_or_doubled(
     workers, strikes = RayWorkers(), []
     strike = partial(once_all_are_busy, workers, partial(kill, "RolloutActor", 1))
     judge = Saboteur(after=32, do=lambda: strikes.append(asyncio.ensure_future(strike())))
-    progress = run(config(weight_sync=weight_sync), base, tmp_path, judge, workers)
+    state = run(config(weight_sync=weight_sync), base, tmp_path, judge, workers)
     assert [s.done() for s in strikes] == [True]
     assert judge.num_seen == 32 * NUM_STEPS
-    assert progress.counters() == undisturbed[1].counters()
+    assert state.counters() == undisturbed[1].counters()
     assert same_weights(tmp_path, undisturbed[0])
 
 
@@ -169,9 +169,9 @@ def test_all_rollout_actors_may_die_at_once_and_a_learner_between_its_steps_goes
     """The learner while the fourth step is sampled: the third, behind the checkpoint of the second, is done again."""
     learner = Saboteur(after=3 * 32 + 5, do=partial(kill, "LearnerActor", 1))
     judge = Saboteur(after=40, do=partial(kill, "RolloutActor", 2), judge=learner)
-    progress = run(config(), base, tmp_path, judge)
+    state = run(config(), base, tmp_path, judge)
     assert judge.num_seen > 32 * NUM_STEPS
-    assert progress.counters() == undisturbed[1].counters()
+    assert state.counters() == undisturbed[1].counters()
     assert same_weights(tmp_path, undisturbed[0])
 
 
@@ -185,8 +185,8 @@ def test_with_direct_weights_learner_and_engines_may_die_together(
         kill("LearnerActor", 1)
         kill("RolloutActor", 2)
 
-    progress = run(config(weight_sync="direct"), base, tmp_path, Saboteur(after=3 * 32 + 5, do=kill_all))
-    assert progress.counters() == undisturbed[1].counters()
+    state = run(config(weight_sync="direct"), base, tmp_path, Saboteur(after=3 * 32 + 5, do=kill_all))
+    assert state.counters() == undisturbed[1].counters()
     assert same_weights(tmp_path, undisturbed[0])
 
 
@@ -301,9 +301,9 @@ def test_a_learner_killed_in_the_middle_of_a_step_goes_on_from_its_checkpoint(
             time.sleep(0.001)
 
     judge = Saboteur(after=2 * 32 + 1, do=threading.Thread(target=watch, daemon=True).start)
-    progress = run(config(), base, tmp_path, judge)
+    state = run(config(), base, tmp_path, judge)
     assert killed
-    assert progress.counters() == undisturbed[1].counters()
+    assert state.counters() == undisturbed[1].counters()
     assert same_weights(tmp_path, undisturbed[0])
 
 
@@ -404,8 +404,8 @@ def test_a_stage_whose_driver_is_killed_leaves_no_actor_and_goes_on_to_the_same_
     driver.kill()
     driver.wait()
     assert not psutil.wait_procs(actors, timeout=90)[1]
-    progress = run(config(), base, tmp_path)
-    assert progress.counters() == undisturbed[1].counters()
+    state = run(config(), base, tmp_path)
+    assert state.counters() == undisturbed[1].counters()
     assert same_weights(tmp_path, undisturbed[0])
 
 

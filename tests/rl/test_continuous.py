@@ -79,7 +79,7 @@ class Run:
 
     engine: SlowEngine
     steps: list[StepRollouts] = field(default_factory=list)
-    progress: RlState = field(default_factory=RlState)
+    state: RlState = field(default_factory=RlState)
     staleness: list[int] = field(default_factory=list)
 
     @property
@@ -99,17 +99,17 @@ async def drive(
     *,
     learn_s: float = 5.0,
     until: int | None = None,
-    progress: RlState | None = None,
+    state: RlState | None = None,
     judge: Judge = low_byte_judge,
 ) -> Run:
-    """Take steps as the RL loop does, up to step `until`, from saved progress or the beginning."""
-    run = Run(engine, progress=progress or RlState())
-    engine.version = run.progress.step
-    stream = stream_of(RlSetup(cfg=cfg, model=Path(), seed=0, workdir=Path()), PROBLEMS, {}, run.progress)
+    """Take steps as the RL loop does, up to step `until`, from a saved state or the beginning."""
+    run = Run(engine, state=state or RlState())
+    engine.version = run.state.step
+    stream = stream_of(RlSetup(cfg=cfg, model=Path(), seed=0, workdir=Path()), PROBLEMS, {}, run.state)
     sampler = RolloutWorker(engine, judge, Tokenizer(), cfg, seed=0, engine_status=lambda: "the slow engine")
-    rollouts = ContinuousRollouts(sampler, stream, cfg, step=run.progress.step, again=run.progress.unfinished)
+    rollouts = ContinuousRollouts(sampler, stream, cfg, step=run.state.step, again=run.state.unfinished)
     async with rollouts as ahead:
-        for step in range(run.progress.step, until or cfg.num_steps):
+        for step in range(run.state.step, until or cfg.num_steps):
             found = await ahead.next()
             samples = to_samples(found.kept, cfg, oldest_allowed=step - cfg.max_staleness)
             run.steps.append(found)
@@ -118,7 +118,7 @@ async def drive(
             engine.version = step + 1
             ahead.allow_another()
             found.drops.add(samples.drops)
-            run.progress.after(
+            run.state.add_step(
                 {"rl/optim/updates": 1, "rl/optim/skipped": 0},
                 found.drops,
                 position=found.position,
@@ -144,11 +144,11 @@ def run(cfg: RlConfig, *, learn_s: float = 5.0, **engine: float) -> Run:
 def test_no_answer_is_ever_too_old_and_the_books_add_up(bound, learn_s, tail, requests):
     done = run(config(bound, requests=requests), learn_s=learn_s, tail=tail)
     assert max(done.staleness, default=0) <= bound
-    groups, answers = done.progress.drops.of("group"), done.progress.drops.of("rollout")
+    groups, answers = done.state.drops.of("group"), done.state.drops.of("rollout")
     assert "stale" not in answers
     assert sum(answers.values()) == 4 * sum(groups.values())
-    assert sum(groups.values()) == done.progress.position == len(set(done.engine.prompts))
-    assert len(done.engine.prompts) == 4 * done.progress.position
+    assert sum(groups.values()) == done.state.position == len(set(done.engine.prompts))
+    assert len(done.engine.prompts) == 4 * done.state.position
     assert len(done.trained) == len(set(done.trained)) == groups["trained"]
     assert all(len(step.kept) == 4 for step in done.steps)
 
@@ -187,11 +187,11 @@ def test_a_step_takes_the_oldest_finished_groups():
 def test_a_resumed_run_asks_what_was_in_flight_again_and_trains_nothing_twice(until):
     cfg = config(bound=3, num_steps=8, requests=24)
     before = run_virtually(drive(cfg, SlowEngine(), until=until))
-    saved = RlState.of(before.progress.counters())
-    assert saved == before.progress
+    saved = RlState.of(before.state.counters())
+    assert saved == before.state
     assert saved.unfinished
-    after = run_virtually(drive(cfg, SlowEngine(), progress=saved))
-    first_asked = {stream_id(position) for position in before.progress.unfinished[:6]}
+    after = run_virtually(drive(cfg, SlowEngine(), state=saved))
+    first_asked = {stream_id(position) for position in before.state.unfinished[:6]}
     assert set(after.engine.prompts[:24]) == first_asked
     trained = before.trained + after.trained
     assert len(trained) == len(set(trained)) == 8 * 4
@@ -204,17 +204,17 @@ def test_a_resumed_run_asks_what_was_in_flight_again_and_trains_nothing_twice(un
 def test_a_resumed_curriculum_asks_the_same_problems_again():
     cfg = config(bound=3, num_steps=8, requests=24).model_copy(update={"curriculum": CurriculumConfig()})
     before = run_virtually(drive(cfg, SlowEngine(), until=3))
-    saved = RlState.of(before.progress.counters())
-    assert saved == before.progress
+    saved = RlState.of(before.state.counters())
+    assert saved == before.state
     unfinished, drawn = saved.unfinished, saved.memory.drawn
     assert set(drawn) == set(unfinished)
     num_seen = len(saved.memory.seen)
-    after = run_virtually(drive(cfg, SlowEngine(), progress=saved))
+    after = run_virtually(drive(cfg, SlowEngine(), state=saved))
     assert set(after.engine.prompts[:24]) == {drawn[position] for position in unfinished[:6]}
-    counts = after.progress.drops
-    assert sum(counts.of("pool").values()) == sum(counts.of("group").values()) == after.progress.position
-    assert len(after.progress.memory.seen) > num_seen > 0
-    assert after.progress.memory.drawn == {}
+    counts = after.state.drops
+    assert sum(counts.of("pool").values()) == sum(counts.of("group").values()) == after.state.position
+    assert len(after.state.memory.seen) > num_seen > 0
+    assert after.state.memory.drawn == {}
 
 
 def stream_id(position: int) -> str:
@@ -229,14 +229,14 @@ def test_steps_go_on_with_fewer_groups_after_max_rounds_of_prompts():
 
     done = run_virtually(drive(config(max_rounds=2), SlowEngine(), judge=all_wrong))
     assert done.trained == []
-    assert done.progress.drops.of("group")["zero_advantage"] >= 6 * 8
-    assert sum(done.progress.drops.of("group").values()) == done.progress.position
+    assert done.state.drops.of("group")["zero_advantage"] >= 6 * 8
+    assert sum(done.state.drops.of("group").values()) == done.state.position
 
 
 def test_prompts_that_are_too_long_end_in_the_books_and_not_in_a_loop():
     done = run(config(max_rounds=2, max_prompt_tokens=1))
     assert done.engine.prompts == []
-    assert Counter(done.progress.drops.of("group")) == {"prompt_too_long": 6 * 8}
+    assert Counter(done.state.drops.of("group")) == {"prompt_too_long": 6 * 8}
 
 
 def test_groups_for_which_no_step_is_left_end_in_the_books():
@@ -247,13 +247,13 @@ def test_groups_for_which_no_step_is_left_end_in_the_books():
 
     cfg = config(bound=2, num_steps=3, requests=99, max_rounds=1)
     done = run_virtually(drive(cfg, SlowEngine(), judge=two_thirds_are_too_hard))
-    groups, answers = done.progress.drops.of("group"), done.progress.drops.of("rollout")
+    groups, answers = done.state.drops.of("group"), done.state.drops.of("rollout")
     assert [len(step.kept) for step in done.steps] == [2, 2, 4]
     assert groups["surplus"] == 1
     assert answers["group_surplus"] == 4
-    assert sum(groups.values()) == done.progress.position
+    assert sum(groups.values()) == done.state.position
     assert sum(answers.values()) == 4 * sum(groups.values())
-    assert done.progress.unfinished == ()
+    assert done.state.unfinished == ()
 
 
 def test_an_error_of_one_answer_is_raised_by_the_next_step():

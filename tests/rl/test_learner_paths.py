@@ -23,9 +23,9 @@ def test_the_summary_of_rl_tells_of_a_broken_kernel(base: Path, tmp_path: Path) 
     gate = registry.provided()["gate/cpu"]
     job = RlSetup(cfg=rl_config(num_steps=1), model=base, seed=0, workdir=tmp_path)
     with registry.replaced({"gate/cpu": lambda gate_up: 1.01 * gate(gate_up)}):
-        progress = asyncio.run(run_rl(job, [problem("q")], low_byte_judge, Recorder(), LocalWorkers()))
+        state = asyncio.run(run_rl(job, [problem("q")], low_byte_judge, Recorder(), LocalWorkers()))
     choice = LedgerStep(step="choose", unit="problem", num_in=1, num_out=1, dropped={})
-    notes = progress.summary(choice, minibatches_per_step=1, seed=0).notes
+    notes = state.summary(choice, minibatches_per_step=1, seed=0).notes
     assert any(note.startswith("fast path gate/cpu was left out") for note in notes)
     # A checkpoint holds numbers alone.
-    assert RlState.of(progress.counters()).notes == ()
+    assert RlState.of(state.counters()).notes == ()

@@ -111,9 +111,9 @@ def delayed(**changes: object) -> RlConfig:
 
 
 def test_delayed_steps_train_on_samples_of_exactly_as_many_versions_before(base: Path, tmp_path: Path) -> None:
-    progress, telemetry = run(delayed(), base, tmp_path / "once")
+    state, telemetry = run(delayed(), base, tmp_path / "once")
     assert telemetry.column("rl/staleness/mean") == telemetry.column("rl/staleness/max") == [0, 1, 2, 2]
-    assert progress.position == 4 * 4  # every prompt was asked once
+    assert state.position == 4 * 4  # every prompt was asked once
     run(delayed(), base, tmp_path / "again")
     assert same_weights(tmp_path / "once", tmp_path / "again")
 
@@ -129,10 +129,10 @@ def test_a_curriculum_that_samples_ahead_resumes_with_the_memory_of_its_checkpoi
     cfg = rl_config(num_steps=5, max_staleness=1, curriculum={"half_life_steps": 1e9})
     with pytest.raises(KeyboardInterrupt):
         run(cfg, base, tmp_path, telemetry=Recorder(fail_at=3))
-    progress, telemetry = run(cfg, base, tmp_path)
+    state, telemetry = run(cfg, base, tmp_path)
     assert telemetry.steps == [3, 4, 5]
-    assert sum(progress.drops.of("pool").values()) == progress.position == 5 * 4
-    assert sum(seen.judged for seen in progress.memory.seen.values()) == pytest.approx(5 * 4 * 4)
+    assert sum(state.drops.of("pool").values()) == state.position == 5 * 4
+    assert sum(seen.judged for seen in state.memory.seen.values()) == pytest.approx(5 * 4 * 4)
 
 
 def test_a_finished_run_is_not_run_again(base: Path, tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_a_lost_learner_costs_only_the_steps_since_its_checkpoint(base: Path, tm
     runtime = RlRuntime(device="cpu", checkpoint=RlCheckpointConfig(every_steps=2))
     cfg = rl_config(num_steps=4, runtime=runtime)
     run(cfg, base, tmp_path / "whole")
-    progress, telemetry = run(cfg, base, tmp_path / "lost", workers=DyingWorkers())
-    assert progress.step == 4
+    state, telemetry = run(cfg, base, tmp_path / "lost", workers=DyingWorkers())
+    assert state.step == 4
     assert telemetry.steps == [1, 2, 3, 3, 4]  # the third was logged, lost with the learner, and done again
     assert same_weights(tmp_path / "whole", tmp_path / "lost")
 
@@ -355,9 +355,9 @@ def test_an_answer_sampled_across_an_update_trains_and_is_as_old_as_its_oldest_t
 
 @pytest.mark.parametrize("bound", [1, 2])
 def test_staleness_reaches_its_bound_and_stays_there(base: Path, tmp_path: Path, bound: int) -> None:
-    progress, telemetry = run(rl_config(num_steps=6, max_staleness=bound), base, tmp_path)
+    state, telemetry = run(rl_config(num_steps=6, max_staleness=bound), base, tmp_path)
     assert max(row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]) == bound
-    assert "stale" not in progress.drops.of("rollout")
+    assert "stale" not in state.drops.of("rollout")
 
 
 @pytest.mark.parametrize("killed_at", [None, 3])
@@ -369,18 +369,18 @@ def test_continuous_rollouts_train_all_steps_within_the_bound_and_resume(
     if killed_at is not None:
         with pytest.raises(KeyboardInterrupt):
             run(cfg, base, tmp_path, telemetry=Recorder(fail_at=killed_at))
-    progress, telemetry = run(cfg, base, tmp_path)
+    state, telemetry = run(cfg, base, tmp_path)
     assert telemetry.steps == list(range(killed_at or 1, 6))
     assert max(row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]) <= 2
-    groups, answers = progress.drops.of("group"), progress.drops.of("rollout")
+    groups, answers = state.drops.of("group"), state.drops.of("rollout")
     assert "stale" not in answers
     assert sum(answers.values()) == 4 * sum(groups.values())
-    assert sum(groups.values()) == progress.position  # every prompt that was asked
+    assert sum(groups.values()) == state.position  # every prompt that was asked
 
 
-def notes_of(progress: RlState, cfg: RlConfig) -> tuple[str, ...]:
+def notes_of(state: RlState, cfg: RlConfig) -> tuple[str, ...]:
     choice = LedgerStep(step="choose_domain", unit="problem", num_in=6, num_out=6, dropped={})
-    return progress.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=0).notes
+    return state.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=0).notes
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -393,9 +393,9 @@ def test_on_policy_single_updates_are_remarked_upon_once_in_the_run_and_in_its_n
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cfg = rl_config(minibatches_per_step=1, old_logps="learner")
-    progress, _ = run(cfg, base, tmp_path)
+    state, _ = run(cfg, base, tmp_path)
     assert [w[:27] for w in warnings_in(caplog)] == ["step 1: every ratio was 1: "]
-    assert "every ratio was 1" in notes_of(progress, cfg)[0]
+    assert "every ratio was 1" in notes_of(state, cfg)[0]
 
 
 def test_several_updates_a_step_are_nothing_to_remark_upon(
@@ -412,10 +412,10 @@ def test_steps_without_a_survivor_change_nothing_and_end_cleanly(
     async def all_right(_problem: Problem, _response: str) -> Verdict:
         return Verdict(outcome=Outcome.SCORED, score=1.0)
 
-    progress, telemetry = run(rl_config(), base, tmp_path, judge=all_right)
+    state, telemetry = run(rl_config(), base, tmp_path, judge=all_right)
     assert telemetry.column("rl/groups/kept") == [0, 0, 0]
-    assert progress.steps_without_update == 3
-    assert notes_of(progress, rl_config()) == (
+    assert state.steps_without_update == 3
+    assert notes_of(state, rl_config()) == (
         "3 of 3 steps changed nothing: no informative group, or only skipped updates",
     )
     assert warnings_in(caplog) == []
@@ -423,20 +423,20 @@ def test_steps_without_a_survivor_change_nothing_and_end_cleanly(
     assert all(torch.equal(w, weights(tmp_path)[k]) for k, w in load_file(file).items())
 
 
-def test_progress_survives_as_plain_numbers() -> None:
-    progress = RlState(step=3, position=12, largest_ratio_gap=0.25)
-    progress.drops.count("group", "trained", 5)
-    assert RlState.of(progress.counters()) == progress
+def test_state_survives_as_plain_numbers() -> None:
+    state = RlState(step=3, position=12, largest_ratio_gap=0.25)
+    state.drops.count("group", "trained", 5)
+    assert RlState.of(state.counters()) == state
 
 
 def test_skipped_updates_are_counted_over_all_steps_and_noted() -> None:
-    progress = RlState()
+    state = RlState()
     for updates, skipped in ((3, 1), (4, 0), (0, 4)):
-        progress.after(
+        state.add_step(
             {"rl/optim/updates": updates, "rl/optim/skipped": skipped}, DropCounts(), position=0, sampled_tokens=0
         )
     choice = LedgerStep(step="choose_domain", unit="problem", num_in=0, num_out=0)
-    notes = progress.summary(choice, minibatches_per_step=2, seed=0).notes
+    notes = state.summary(choice, minibatches_per_step=2, seed=0).notes
     assert any(note.startswith("5 updates were skipped") for note in notes)
     assert any(note.startswith("1 of 3 steps changed nothing") for note in notes)
 
@@ -522,14 +522,14 @@ def test_a_long_run_that_teaches_nothing_stops_early(base: Path, tmp_path: Path)
 def test_groups_that_seldom_teach_are_a_warning_and_surplus_is_no_loss(
     tmp_path: Path, num_taught: int, num_warnings: int
 ) -> None:
-    progress = RlState(step=3)
-    progress.drops.count("group", "trained", num_taught)
-    progress.drops.count("group", "zero_advantage", 1000 - num_taught)
-    progress.drops.count("group", "surplus", 5000)
-    assert len(check_trained_share(progress, RareYieldLimits(), shown=tmp_path)) == num_warnings
-    progress.drops.count("group", "too_hard", 1000 * num_taught)
+    state = RlState(step=3)
+    state.drops.count("group", "trained", num_taught)
+    state.drops.count("group", "zero_advantage", 1000 - num_taught)
+    state.drops.count("group", "surplus", 5000)
+    assert len(check_trained_share(state, RareYieldLimits(), shown=tmp_path)) == num_warnings
+    state.drops.count("group", "too_hard", 1000 * num_taught)
     with pytest.raises(DataError, match="too_hard"):
-        check_trained_share(progress, RareYieldLimits(), shown=tmp_path)
+        check_trained_share(state, RareYieldLimits(), shown=tmp_path)
 
 
 def test_lookahead_collects_in_order_and_never_further_than_allowed() -> None:

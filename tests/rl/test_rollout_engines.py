@@ -462,11 +462,11 @@ def test_asynchronous_rl_survives_a_kill_within_its_bound_and_its_books_add_up(
     telemetry = Recorder()
     judge = Saboteur(after=32 + 5, do=partial(kill, "RolloutActor", 1))
     cfg = config(weight_sync=weight_sync).model_copy(update={"max_staleness": 1, "num_steps": 3})
-    progress = run(cfg, base, tmp_path, judge, telemetry=telemetry)
+    state = run(cfg, base, tmp_path, judge, telemetry=telemetry)
     assert telemetry.steps == [1, 2, 3]
     assert judge.num_seen == 32 * 3
-    assert sum(progress.drops.of("group").values()) == 4 * 3
-    assert sum(progress.drops.of("rollout").values()) == 32 * 3
+    assert sum(state.drops.of("group").values()) == 4 * 3
+    assert sum(state.drops.of("rollout").values()) == 32 * 3
     assert {row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]} <= {0, 1}
 
 
@@ -490,8 +490,8 @@ def test_if_one_learner_rank_dies_all_are_made_anew_and_go_on_from_the_checkpoin
     telemetry = SeesRanks()
     judge = Saboteur(after=2 * 32 + 5, do=partial(kill, "LearnerActor", 1))
     cfg = config(num_workers=2, checkpoint=RlCheckpointConfig(every_steps=1)).model_copy(update={"num_steps": 3})
-    progress = run(cfg, base, tmp_path, judge, telemetry=telemetry)
-    assert progress.step == 3
+    state = run(cfg, base, tmp_path, judge, telemetry=telemetry)
+    assert state.step == 3
     assert judge.num_seen > 32 * 3
     assert telemetry.steps[:2] == [1, 2]
     first, last = telemetry.ranks[0], telemetry.ranks[-1]

@@ -154,8 +154,8 @@ def test_a_vllm_engine_in_a_ray_actor_gets_its_weights_straight_from_the_learner
     recorder = Recorder()
     workers: Workers = RayWorkers()
     job = RlSetup(cfg=config(weight_sync="direct"), model=base, seed=0, workdir=tmp_path)
-    progress = asyncio.run(run_rl(job, PROBLEMS, low_byte_judge, recorder, workers))
-    assert progress.notes == ()  # the checks at the start of the direct way and of the log-probs
+    state = asyncio.run(run_rl(job, PROBLEMS, low_byte_judge, recorder, workers))
+    assert state.notes == ()  # the checks at the start of the direct way and of the log-probs
     assert_sampler_and_learner_agree(recorder)
     before, after = (load_file(artifact / "model" / "model.safetensors") for artifact in (base, tmp_path))
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])

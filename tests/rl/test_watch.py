@@ -258,6 +258,6 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint_once_the_setting_is_changed
     with pytest.raises(CollapseError, match=r"bad_answers\.truncated"):
         run(longer, base, tmp_path, telemetry=Rising(), judge=low_byte_judge)
     runtime = longer.runtime.model_copy(update={"bad_answers": BadAnswerLimits(truncated=1)})
-    progress, telemetry = run(rl_config(num_steps=12, runtime=runtime), base, tmp_path, telemetry=Rising())
-    assert (progress.step, telemetry.steps) == (12, [11, 12])
-    assert any("cut off" in note for note in progress.notes)
+    state, telemetry = run(rl_config(num_steps=12, runtime=runtime), base, tmp_path, telemetry=Rising())
+    assert (state.step, telemetry.steps) == (12, [11, 12])
+    assert any("cut off" in note for note in state.notes)

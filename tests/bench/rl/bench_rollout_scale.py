@@ -130,8 +130,8 @@ class _Measured(Exception):  # noqa: N818
 class _Probe(NullTelemetry):
     """Reads the counters at the ends of steps."""
 
-    def __init__(self, setup: Setup, engines: SimulatedEngines, learner: SimulatedLearner, progress: RlState) -> None:
-        self._setup, self._engines, self._learner, self._progress = setup, engines, learner, progress
+    def __init__(self, setup: Setup, engines: SimulatedEngines, learner: SimulatedLearner, state: RlState) -> None:
+        self._setup, self._engines, self._learner, self._state = setup, engines, learner, state
         self.at: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
         self.rows: list[Mapping[str, float]] = []
 
@@ -141,7 +141,7 @@ class _Probe(NullTelemetry):
         engine_s = statistics.fmean(engine.busy_s for engine in self._engines.engines)
         self.at.append((asyncio.get_running_loop().time(), engine_s, self._learner.busy_s))
         self.rows.append(dict(metrics))
-        self._engines.num_used = self._progress.sampled_tokens
+        self._engines.num_used = self._state.sampled_tokens
         if step == self._setup.num_steps:
             raise _Measured
 
@@ -242,12 +242,12 @@ async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[s
     )
     judges = SimulatedJudges(JUDGES_PER_NODE * math.ceil(setup.num_gpus / 8))
     learner = SimulatedLearner(cfg, size, driver=driver)
-    progress = RlState()
-    probe = _Probe(setup, engines, learner, progress)
+    state = RlState()
+    probe = _Probe(setup, engines, learner, state)
     await engines.start()
     sampler = RolloutWorker(engines, judges.judge, SimulatedTokenizer(), cfg, seed=0, engine_status=lambda: "engines")
-    rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), progress)
-    step_log = StepLog(cfg, progress, Watch(cfg, probe, folder / METRICS_FILE), shown=folder / "shown")
+    rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), state)
+    step_log = StepLog(cfg, state, Watch(cfg, probe, folder / METRICS_FILE), shown=folder / "shown")
     with suppress(_Measured):
         await run_steps(cfg, learner, engines, rollouts, step_log, InlineEvals(None, probe, cfg, workdir=folder))
     return _entries(setup, probe, judges, learner, engines, driver)
