@@ -230,7 +230,7 @@ class ContinuousRollouts:
             position=self._stream.position,
             seconds=self._filled_at - before,
             unfinished=tuple(unfinished),
-            memory=self._stream.end_step(groups, unfinished=unfinished),
+            curriculum=self._stream.end_step(groups, unfinished=unfinished),
         )
         self._begin_groups()
         return step

@@ -277,7 +277,7 @@ def count_step(
         position=collected.position,
         sampled_tokens=collected.sampled_tokens,
         unfinished=collected.unfinished,
-        memory=collected.memory,
+        curriculum=collected.curriculum,
     )
     is_first_update = state.step == state.steps_without_update + 1
     if is_first_update and state.are_ratios_one():
@@ -349,7 +349,7 @@ def stream_of(
             samples_per_group=setup.cfg.rollout.samples_per_group,
             pass_rates=pass_rates or {},
             step=state.step,
-            memory=state.memory,
+            state=state.curriculum,
         )
     return PromptStream(problems, seed=setup.seed, position=state.position, curriculum=curriculum)
 

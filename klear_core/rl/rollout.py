@@ -27,7 +27,7 @@ from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.prompts import completed, opening_of, render_prompt
 from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import complete_rewards, custom_reward, is_positive, overlong_penalty, reward_of
-from klear_core.rl.stream import POOL_UNIT, Memory, PromptStream, StreamItem
+from klear_core.rl.stream import POOL_UNIT, CurriculumState, PromptStream, StreamItem
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
 from klear_core.waits import Silence, now
@@ -54,8 +54,8 @@ class StepRollouts:
     """Time from the first request to the last verdict; in continuous mode, since the step before."""
     unfinished: tuple[int, ...] = ()
     """Positions before `position` whose groups are in no step yet: a resumed run samples them again."""
-    memory: Memory = field(default_factory=Memory)
-    """Memory of the prompt stream after this step's groups."""
+    curriculum: CurriculumState = field(default_factory=CurriculumState)
+    """State of the curriculum after this step's groups."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -233,7 +233,7 @@ class Collector:
             drops=drops,
             position=self._stream.position,
             seconds=now() - started,
-            memory=self._stream.end_step(groups),
+            curriculum=self._stream.end_step(groups),
         )
 
     async def _sample_groups(

@@ -18,14 +18,14 @@ from klear_core.errors import CollapseError
 from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import METRICS_FILE, Telemetry, finite, read_metrics, skipped_note
 from klear_core.rl.groups import CANCELLED, SURPLUS, TRAINED, drop_ledger
-from klear_core.rl.stream import Memory
+from klear_core.rl.stream import CurriculumState
 from klear_core.train.inline_eval import inline_eval_metrics, scored_steps
 
 log = logging.getLogger(__name__)
 
 _DROPS, _UNFINISHED = "fate/", "unfinished/"
 """Prefixes of keys in checkpoints. A new name would make a killed run lose these counts when it resumes."""
-_NOT_COUNTERS = ("drops", "unfinished", "memory", "notes")
+_NOT_COUNTERS = ("drops", "unfinished", "curriculum", "notes")
 """Fields that are not one number: the first three are saved key by key, the notes not at all."""
 ONE_TOLERANCE = 1e-4
 """Ratios closer to 1 than this differ from it by rounding alone."""
@@ -40,8 +40,8 @@ class RlState:
     """Position of the prompt stream after the last prompt used by a finished step."""
     unfinished: tuple[int, ...] = ()
     """Positions before `position` whose groups are in no finished step."""
-    memory: Memory = field(default_factory=Memory)
-    """The curriculum's memory after the last finished step."""
+    curriculum: CurriculumState = field(default_factory=CurriculumState)
+    """State of the curriculum after the last finished step."""
     drops: DropCounts = field(default_factory=DropCounts)
     sampled_tokens: int = 0
     trained_tokens: int = 0
@@ -63,13 +63,13 @@ class RlState:
         position: int,
         sampled_tokens: int,
         unfinished: tuple[int, ...] = (),
-        memory: Memory | None = None,
+        curriculum: CurriculumState | None = None,
     ) -> None:
         """Count one finished step."""
         self.step += 1
         # This is the position of this step's batch; the stream may be further on, with prompts sampled for later steps.
         self.position, self.unfinished = position, unfinished
-        self.memory = memory or Memory()
+        self.curriculum = curriculum or CurriculumState()
         self.drops.add(drops)
         self.sampled_tokens += sampled_tokens
         self.trained_tokens += int(metrics.get("rl/batch/tokens", 0))
@@ -91,7 +91,8 @@ class RlState:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COUNTERS}
         drops = {_DROPS + name: n for name, n in self.drops.counts.items()}
         # A checkpoint holds a flat dict of numbers, so each position becomes a key.
-        return plain | drops | self.memory.counters() | {f"{_UNFINISHED}{position}": 1 for position in self.unfinished}
+        unfinished = {f"{_UNFINISHED}{position}": 1 for position in self.unfinished}
+        return plain | drops | self.curriculum.counters() | unfinished
 
     @classmethod
     def of(cls, counters: Mapping[str, int | float] | None) -> RlState:
@@ -101,11 +102,11 @@ class RlState:
         drops = {k.removeprefix(_DROPS): int(v) for k, v in counters.items() if k.startswith(_DROPS)}
         unfinished = sorted(int(k.removeprefix(_UNFINISHED)) for k in counters if k.startswith(_UNFINISHED))
         of_fields = {k: v for k, v in counters.items() if not k.startswith((_DROPS, _UNFINISHED))}
-        plain = {k: v for k, v in of_fields.items() if not Memory.holds(k)}
+        plain = {k: v for k, v in of_fields.items() if not CurriculumState.holds(k)}
         return cls(
             **plain,  # type: ignore[arg-type]
             unfinished=tuple(unfinished),
-            memory=Memory.of(counters),
+            curriculum=CurriculumState.of(counters),
             drops=DropCounts(Counter(drops)),
         )
 
@@ -138,8 +139,8 @@ class RlState:
             "last_pass_rate": self.pass_rate,
         }
         asked = []
-        if self.memory.seen:
-            never = {"never_finished": choice.num_out - len(self.memory.seen)}
+        if self.curriculum.seen:
+            never = {"never_finished": choice.num_out - len(self.curriculum.seen)}
             asked.append(LedgerStep.of("curriculum", "problem", num_in=choice.num_out, dropped=never))
         return StageSummary(
             counts=counts, ledger=(choice, *asked, *drop_ledger(self.drops)), seeds={"rl": seed}, notes=tuple(notes)

@@ -48,7 +48,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class CurriculumState:
     """State of a curriculum between two steps, saved with every checkpoint; empty without a curriculum."""
 
     seen: Mapping[str, Seen] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Memory:
 
     @staticmethod
     def holds(key: str) -> bool:
-        """Return whether a key of a checkpoint is one of a memory."""
+        """Return whether a key of a checkpoint is of a curriculum's state."""
         return key.startswith((_SEEN, _DRAWN))
 
 
@@ -140,18 +140,18 @@ class PromptStream:
         if self.curriculum is not None:
             self.curriculum.reject(item)
 
-    def end_step(self, groups: Sequence[RolloutGroup], *, unfinished: Collection[int] = ()) -> Memory:
-        """Remember a step's groups, and return the memory from which the next step's prompts are drawn.
+    def end_step(self, groups: Sequence[RolloutGroup], *, unfinished: Collection[int] = ()) -> CurriculumState:
+        """Remember a step's groups, and return the state from which the next step's prompts are drawn.
 
         `unfinished` are the positions whose groups are in no step yet.
         """
-        return Memory() if self.curriculum is None else self.curriculum.end_step(groups, unfinished=unfinished)
+        return CurriculumState() if self.curriculum is None else self.curriculum.end_step(groups, unfinished=unfinished)
 
 
 class Curriculum:
     """Draw problems without replacement within a step, with weights of their probability of a mixed group.
 
-    The order of a step's draws follows from the seed, the step and the memory of the steps before it.
+    The order of a step's draws follows from the seed, the step and the state after the steps before it.
     """
 
     def __init__(
@@ -163,18 +163,18 @@ class Curriculum:
         samples_per_group: int,
         pass_rates: Mapping[str, PassRate],
         step: int = 0,
-        memory: Memory | None = None,
+        state: CurriculumState | None = None,
     ) -> None:
-        """`step` and `memory` are those after the last finished step; `pass_rates` are tags, by problem id."""
-        memory = memory or Memory()
+        """`step` and `state` are those after the last finished step; `pass_rates` are tags, by problem id."""
+        state = state or CurriculumState()
         self._problems = {p.problem_id: p for p in sorted(problems, key=lambda p: p.problem_id)}
         self._cfg = cfg
         self._seed = seed
         self._num_samples = samples_per_group
         self._tags = {i: _as_seen(rate, most=samples_per_group) for i, rate in pass_rates.items()}
         self._step = step
-        self._seen = dict(memory.seen)
-        self._drawn = dict(memory.drawn)
+        self._seen = dict(state.seen)
+        self._drawn = dict(state.drawn)
         self._rejected: list[str] = []
         self._begin_step()
 
@@ -228,7 +228,7 @@ class Curriculum:
         """Note that a prompt cannot be asked; its problem is then unusable."""
         self._rejected.append(item.problem.problem_id)
 
-    def end_step(self, groups: Sequence[RolloutGroup], *, unfinished: Collection[int]) -> Memory:
+    def end_step(self, groups: Sequence[RolloutGroup], *, unfinished: Collection[int]) -> CurriculumState:
         """See `PromptStream.end_step`."""
         for problem_id in self._rejected:
             self._remember(problem_id, num_right=0, num_judged=0)
@@ -242,7 +242,7 @@ class Curriculum:
         self._drawn = {position: self._drawn[position] for position in unfinished}
         self._step += 1
         self._begin_step()
-        return Memory(seen=dict(self._seen), drawn=dict(self._drawn))
+        return CurriculumState(seen=dict(self._seen), drawn=dict(self._drawn))
 
     def _remember(self, problem_id: str, *, num_right: int, num_judged: int) -> None:
         before = self._faded(self._seen.get(problem_id))

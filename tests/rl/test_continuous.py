@@ -124,7 +124,7 @@ async def drive(
                 position=found.position,
                 sampled_tokens=0,
                 unfinished=found.unfinished,
-                memory=found.memory,
+                curriculum=found.curriculum,
             )
     assert engine.num_open == 0  # nothing runs on when the context is closed
     return run
@@ -206,15 +206,15 @@ def test_a_resumed_curriculum_asks_the_same_problems_again():
     before = run_virtually(drive(cfg, SlowEngine(), until=3))
     saved = RlState.of(before.state.counters())
     assert saved == before.state
-    unfinished, drawn = saved.unfinished, saved.memory.drawn
+    unfinished, drawn = saved.unfinished, saved.curriculum.drawn
     assert set(drawn) == set(unfinished)
-    num_seen = len(saved.memory.seen)
+    num_seen = len(saved.curriculum.seen)
     after = run_virtually(drive(cfg, SlowEngine(), state=saved))
     assert set(after.engine.prompts[:24]) == {drawn[position] for position in unfinished[:6]}
     counts = after.state.drops
     assert sum(counts.of("pool").values()) == sum(counts.of("group").values()) == after.state.position
-    assert len(after.state.memory.seen) > num_seen > 0
-    assert after.state.memory.drawn == {}
+    assert len(after.state.curriculum.seen) > num_seen > 0
+    assert after.state.curriculum.drawn == {}
 
 
 def stream_id(position: int) -> str:

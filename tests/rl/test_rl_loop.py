@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(
     resumed, telemetry = run(cfg, base, tmp_path / "killed")
     assert telemetry.steps == [3, 4]
     assert resumed.counters() == whole.counters()
-    assert bool(resumed.memory.seen) == (curriculum is not None)
+    assert bool(resumed.curriculum.seen) == (curriculum is not None)
     assert same_weights(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -124,7 +124,7 @@ def test_a_delay_of_none_is_the_same_run_as_rounds(base: Path, tmp_path: Path) -
     assert same_weights(tmp_path / "delayed", tmp_path / "rounds")
 
 
-def test_a_curriculum_that_samples_ahead_resumes_with_the_memory_of_its_checkpoint(base: Path, tmp_path: Path) -> None:
+def test_a_curriculum_that_samples_ahead_resumes_with_the_state_of_its_checkpoint(base: Path, tmp_path: Path) -> None:
     """Of four prompts a step, each is drawn from one pool, and each step's groups are remembered once."""
     cfg = rl_config(num_steps=5, max_staleness=1, curriculum={"half_life_steps": 1e9})
     with pytest.raises(KeyboardInterrupt):
@@ -132,7 +132,7 @@ def test_a_curriculum_that_samples_ahead_resumes_with_the_memory_of_its_checkpoi
     state, telemetry = run(cfg, base, tmp_path)
     assert telemetry.steps == [3, 4, 5]
     assert sum(state.drops.of("pool").values()) == state.position == 5 * 4
-    assert sum(seen.judged for seen in state.memory.seen.values()) == pytest.approx(5 * 4 * 4)
+    assert sum(seen.judged for seen in state.curriculum.seen.values()) == pytest.approx(5 * 4 * 4)
 
 
 def test_a_finished_run_is_not_run_again(base: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from klear_core.config.rl import CurriculumConfig
 from klear_core.rl.groups import drop_ledger
 from klear_core.rl.state import RlState
 from klear_core.rl.step_metrics import describe_groups
-from klear_core.rl.stream import Curriculum, Memory, PromptStream, Seen, mixed_probability
+from klear_core.rl.stream import Curriculum, CurriculumState, PromptStream, Seen, mixed_probability
 from klear_core.types import Completion, Outcome, PassRate, Rollout, RolloutGroup, Verdict
 
 TEN = [problem(f"q{i}") for i in range(10)]
@@ -77,7 +77,7 @@ def test_a_stream_resumes_from_its_position_alone() -> None:
 def test_without_a_curriculum_nothing_is_remembered() -> None:
     stream = PromptStream(TEN, seed=0)
     assert {item.pool for item in stream.take(3)} == {None}
-    assert stream.end_step([group("q0", 4, 4)]) == Memory()
+    assert stream.end_step([group("q0", 4, 4)]) == CurriculumState()
     assert RlState().counters().keys() == {*RlState.of(None).counters()}
 
 
@@ -104,10 +104,10 @@ def test_a_groups_chance_of_right_and_wrong_answers_by_hand(
 def test_the_prior_has_the_mean_and_the_spread_of_the_problems() -> None:
     """a: 8 of 8, b: 4 of 8, and one problem with 1/2 and 1/8: mean 2/3; within 0 + 2/7 + 1/8 over 3, of 2/9."""
     cfg = CurriculumConfig(half_life_steps=1e9)
-    memory = Memory(seen={name: Seen(right=right, judged=8, step=0) for name, right in (("a", 8), ("b", 4))})
+    state = CurriculumState(seen={name: Seen(right=right, judged=8, step=0) for name, right in (("a", 8), ("b", 4))})
     share = (2 / 7 + 1 / 8) / 3 / (2 / 9)
     strength = share / (1 - share)
-    own = curriculum(cfg, "abc", step=0, memory=memory).curriculum
+    own = curriculum(cfg, "abc", step=0, state=state).curriculum
     assert own is not None
     assert own.prior() == pytest.approx((strength * 2 / 3, strength / 3))
     nothing_known = curriculum(cfg, "abc").curriculum
@@ -150,8 +150,8 @@ def test_pools_follow_from_the_answers() -> None:
     asked = {item.problem.problem_id: item for item in stream.take(6)}
     stream.reject(asked["e"])
     groups = [group("a", 8, 0), group("b", 0, 8), group("c", 4, 4), group("d", 3, 5), group("f", 0, 0, num_failed=8)]
-    memory = stream.end_step(groups)
-    assert memory.seen["e"] == memory.seen["f"] == Seen(right=0, judged=0, step=0)
+    state = stream.end_step(groups)
+    assert state.seen["e"] == state.seen["f"] == Seen(right=0, judged=0, step=0)
     assert pools(stream, 6) == {
         "a": "easy",
         "b": "hard",
@@ -174,9 +174,11 @@ def test_a_tagged_problem_that_cannot_be_asked_is_unusable_whatever_its_tag_says
 
 def test_problems_are_drawn_in_proportion_to_their_chance_of_an_informative_group() -> None:
     """The first of three draws; c has 4 of 8 right, a all, b none. Mean 1/2; within problems (1/8 + 2/7) / 4 of 1/4."""
-    memory = Memory(seen={name: Seen(right=right, judged=8, step=0) for name, right in (("a", 8), ("b", 0), ("c", 4))})
+    state = CurriculumState(
+        seen={name: Seen(right=right, judged=8, step=0) for name, right in (("a", 8), ("b", 0), ("c", 4))}
+    )
     cfg = CurriculumConfig(admit=0, revisit_frac=0, half_life_steps=1e9)
-    firsts = Counter(ids(curriculum(cfg, "abc", seed=s, step=1, memory=memory), 1)[0] for s in range(3000))
+    firsts = Counter(ids(curriculum(cfg, "abc", seed=s, step=1, state=state), 1)[0] for s in range(3000))
     within = 1 / 8 + 2 / 7
     half = 0.5 * within / (1 - within)
     counts = {"a": (8, 0), "b": (0, 8), "c": (4, 4)}
@@ -190,8 +192,8 @@ def test_a_remembered_answer_counts_half_after_the_half_life() -> None:
     stream = curriculum(CurriculumConfig(half_life_steps=2), "ab")
     stream.end_step([group("a", 6, 2)])
     stream.end_step([])
-    memory = stream.end_step([group("a", 0, 8)])
-    assert memory.seen == {"a": Seen(right=3, judged=4 + 8, step=2)}
+    state = stream.end_step([group("a", 0, 8)])
+    assert state.seen == {"a": Seen(right=3, judged=4 + 8, step=2)}
 
 
 def test_what_was_solved_comes_back_when_memory_of_it_has_faded() -> None:
@@ -210,7 +212,7 @@ def test_what_was_solved_comes_back_when_memory_of_it_has_faded() -> None:
 def test_revisits_take_the_problem_that_was_not_asked_for_the_longest_time() -> None:
     seen = {name: Seen(right=800, judged=800, step=step) for name, step in zip("abcd", (3, 1, 2, 0), strict=True)}
     cfg = CurriculumConfig(revisit_frac=1, half_life_steps=1e9)
-    assert ids(curriculum(cfg, "abcdef", step=4, memory=Memory(seen=seen)), 5)[:4] == list("dbca")
+    assert ids(curriculum(cfg, "abcdef", step=4, state=CurriculumState(seen=seen)), 5)[:4] == list("dbca")
 
 
 def test_a_tenth_of_the_draws_are_revisits() -> None:
@@ -219,7 +221,9 @@ def test_a_tenth_of_the_draws_are_revisits() -> None:
     # The first half is solved, the second mixed.
     seen = {name: Seen(right=8e6 if i < 200 else 4e6, judged=8e6, step=0) for i, name in enumerate(names)}
     cfg = CurriculumConfig(revisit_frac=0.1, half_life_steps=1e9)
-    drawn = Curriculum(problems, cfg, seed=0, samples_per_group=8, pass_rates={}, step=1, memory=Memory(seen=seen))
+    drawn = Curriculum(
+        problems, cfg, seed=0, samples_per_group=8, pass_rates={}, step=1, state=CurriculumState(seen=seen)
+    )
     found = Counter(item.pool for item in PromptStream(problems, seed=0, curriculum=drawn).take(200))
     assert found["easy"] == pytest.approx(20, abs=10)
     assert found["easy"] + found["mixed"] == 200
@@ -239,11 +243,11 @@ def test_a_tag_counts_as_the_answers_of_one_group_at_most() -> None:
 def test_a_restored_curriculum_draws_what_the_first_would_have_drawn() -> None:
     whole = curriculum(CurriculumConfig(), "abcdefgh", rates={"a": (1, 8)})
     whole.take(4)
-    memory = whole.end_step([group("a", 8, 0), group("b", 2, 6), group("c", 0, 8)])
-    saved = RlState(step=1, position=4, memory=memory)
+    state = whole.end_step([group("a", 8, 0), group("b", 2, 6), group("c", 0, 8)])
+    saved = RlState(step=1, position=4, curriculum=state)
     restored = RlState.of(saved.counters())
     assert restored == saved
-    again = curriculum(CurriculumConfig(), "abcdefgh", rates={"a": (1, 8)}, step=1, memory=restored.memory)
+    again = curriculum(CurriculumConfig(), "abcdefgh", rates={"a": (1, 8)}, step=1, state=restored.curriculum)
     again.position = restored.position
     for _ in range(3):
         assert again.take(4) == whole.take(4)
@@ -253,21 +257,21 @@ def test_a_restored_curriculum_draws_what_the_first_would_have_drawn() -> None:
 def test_positions_in_no_step_yet_keep_their_problem_and_are_not_drawn_again() -> None:
     stream = curriculum(names="abcdef")
     drawn = {item.position: item.problem.problem_id for item in stream.take(4)}
-    memory = stream.end_step([group(drawn[0], 4, 4), group(drawn[2], 4, 4)], unfinished=(1, 3))
-    assert memory.drawn == {1: drawn[1], 3: drawn[3]}
-    memory = Memory.of(memory.counters())
-    again = curriculum(names="abcdef", step=1, memory=memory)
+    state = stream.end_step([group(drawn[0], 4, 4), group(drawn[2], 4, 4)], unfinished=(1, 3))
+    assert state.drawn == {1: drawn[1], 3: drawn[3]}
+    state = CurriculumState.of(state.counters())
+    again = curriculum(names="abcdef", step=1, state=state)
     assert [again.at(p).problem.problem_id for p in (1, 3)] == [drawn[1], drawn[3]]
     assert not {drawn[1], drawn[3]} & set(ids(again, 4))
 
 
 def test_an_id_may_have_any_characters() -> None:
-    memory = Memory(seen={"a/b/1": Seen(right=1.25, judged=2.5, step=3)}, drawn={7: "c/7/drawn/"})
-    assert Memory.of({**memory.counters(), "step": 1, "fate/group/x": 2}) == memory
+    state = CurriculumState(seen={"a/b/1": Seen(right=1.25, judged=2.5, step=3)}, drawn={7: "c/7/drawn/"})
+    assert CurriculumState.of({**state.counters(), "step": 1, "fate/group/x": 2}) == state
 
 
 def test_pools_are_in_the_ledger_and_in_the_metrics() -> None:
-    state = RlState(memory=Memory(seen={"a": Seen(right=1, judged=8, step=0)}))
+    state = RlState(curriculum=CurriculumState(seen={"a": Seen(right=1, judged=8, step=0)}))
     for pool, count in (("new", 3), ("mixed", 1)):
         state.drops.count("pool", pool, count)
     state.drops.count("group", "trained")
