@@ -33,8 +33,8 @@ from klear_core.evaluate.score import (
     make_report,
     metrics_of,
     read_math_vote,
-    tag_note,
     template_score,
+    think_tag_note,
     warning_lines,
 )
 from klear_core.generate.engine import EngineStats, load_of
@@ -195,7 +195,7 @@ def report_scores(
             judge=judge,
         )
         ledger.append(ledger_step(name, tallies))
-        notes += filter(None, [tag_note(name, tallies)])
+        notes += filter(None, [think_tag_note(name, tallies)])
         templates: list[TemplateScore] = []
         for template in cfg.templates:
             tallies = tally(_stored(cfg, benchmark, workdir, template), problems, clusters=clusters)

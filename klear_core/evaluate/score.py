@@ -196,7 +196,7 @@ def fence_note(report: EvalReport, problems: Iterable[Problem]) -> str:
     )
 
 
-def tag_note(benchmark: str, tallies: Tallies) -> str:
+def think_tag_note(benchmark: str, tallies: Tallies) -> str:
     """Return how many complete answers lack `</think>`, if it is most of them; else nothing."""
     sampled = tallies["sampled"]
     if 2 * sampled.num_untagged <= sampled.num_answers:

@@ -15,7 +15,7 @@ from klear_core.evaluate.score import (
     make_report,
     metrics_of,
     powers_of_two,
-    tag_note,
+    think_tag_note,
     warning_lines,
 )
 from klear_core.evaluate.stats.intervals import estimates_of, new_problems_interval, rerun_interval
@@ -84,7 +84,7 @@ def test_most_complete_answers_without_the_end_of_a_thought_are_noted() -> None:
         samples = [
             make_sample(0, i, untagged if end else RIGHT, finish_reason=end or "stop") for i, end in enumerate(ends)
         ]
-        return tag_note("toy", tally(samples, PROBLEMS))
+        return think_tag_note("toy", tally(samples, PROBLEMS))
 
     assert note("stop", "stop", "") == (
         "toy: 66.7\N{NO-BREAK SPACE}% of the answers are complete and lack </think>, so that they count as no answer; for "
