@@ -228,8 +228,8 @@ def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
                 need_entropy=True,
                 top_tokens=top_tokens,
             )
-            if output.rival_N is not None:
-                stats.add_rivals(output.rival_N, batch)
+            if output.top_weighted_logp_N is not None:
+                stats.add_top_tokens(output.top_weighted_logp_N, batch)
             return output
         assert batch.top_id_NK.shape[1] == 0, "the settings allow likeliest tokens with token-wise losses alone"
         # A mean over a row needs all tokens of a row first; the backward pass computes the logits once more.

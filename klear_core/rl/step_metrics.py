@@ -127,12 +127,13 @@ class TokenStats:
         extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
         self._extremes = torch.maximum(self._extremes, extremes)
 
-    def add_rivals(self, rival_N: Tensor, batch: TrainBatch) -> None:
-        """Add KL(teacher, policy), the teacher being one of its likeliest tokens alone; `rival_N` is the head's."""
-        # rival_N is the sum over k of weight_k log(policy_k), with weight_k = distill * scale * teacher_k.
+    def add_top_tokens(self, top_weighted_logp_N: Tensor, batch: TrainBatch) -> None:
+        """Add KL(teacher, policy) over the teacher's likeliest tokens alone, from the head's `top_weighted_logp_N`."""
+        # That is the sum over k of weight_k log(policy_k), with weight_k = distill * scale * teacher_k.
         factor_N = batch.distill_N * batch.scale_N
         own_N = (batch.top_logp_NK.exp() * batch.top_logp_NK).sum(dim=1)
-        kl_N = torch.where(factor_N > 0, own_N - rival_N / factor_N.clamp(min=torch.finfo(factor_N.dtype).tiny), 0)
+        policy_N = top_weighted_logp_N / factor_N.clamp(min=torch.finfo(factor_N.dtype).tiny)
+        kl_N = torch.where(factor_N > 0, own_N - policy_N, 0)
         self._sums[_SUMS.index("kl")] += kl_N.double().sum()
 
     def merge(self, other: TokenStats) -> None:

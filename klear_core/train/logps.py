@@ -53,7 +53,7 @@ class HeadOutput(NamedTuple):
     """float32, nats, at the temperature; detached."""
     entropy_N: Tensor
     """float32, nats; detached. NaN if it was not asked for."""
-    rival_N: Tensor | None = None
+    top_weighted_logp_N: Tensor | None = None
     """Sum of the top tokens' log-probs times their weights; detached. None where the head computes none."""
 
 
@@ -201,7 +201,7 @@ class _FusedLoss(torch.autograd.Function):
         head = _Head(hidden_NH, weight_VH, target_N, top_tokens, temperature)
         grads = head.grads(*ctx.needs_input_grad[:2])
         logp_N, entropy_N = head.nan_per_token(), head.nan_per_token()
-        rival_N, loss = head.nan_per_token(), logp_N.new_zeros(())
+        top_weighted_logp_N, loss = head.nan_per_token(), logp_N.new_zeros(())
 
         # The loss is a sum over tokens: form each chunk's gradient while its logits are in memory.
         # A function, because its [C, V] locals are released on return.
@@ -211,8 +211,8 @@ class _FusedLoss(torch.autograd.Function):
             loss_C, dlogp_C, dentropy_C = _pointwise(loss_fn, reading, chunk)
             weight_CK = top_tokens.weight_NK[chunk]
             # Bounded, because a weight of 0 times a log-prob of minus infinity would be NaN.
-            rival_N[chunk] = (weight_CK * reading.logp_CJ[:, 1:].clamp(min=_LEAST)).sum(dim=1)
-            loss.add_((loss_C - rival_N[chunk]).sum())
+            top_weighted_logp_N[chunk] = (weight_CK * reading.logp_CJ[:, 1:].clamp(min=_LEAST)).sum(dim=1)
+            loss.add_((loss_C - top_weighted_logp_N[chunk]).sum())
             dlogp_CJ = torch.cat([dlogp_C[:, None], -weight_CK], dim=1)
             if any(ctx.needs_input_grad[:2]):
                 head.add_grads(grads, chunk, z_CV, reading, dlogp_CJ, dentropy_C)
@@ -222,8 +222,8 @@ class _FusedLoss(torch.autograd.Function):
         # Backward needs neither logits nor weight, so nothing of size [N, V] outlives forward.
         ctx.save_for_backward(*grads)
         ctx.weight_dtype = weight_VH.dtype  # dtype of the gradient that backward returns; its sum is in float32
-        ctx.mark_non_differentiable(logp_N, entropy_N, rival_N)
-        return loss, logp_N, entropy_N, rival_N
+        ctx.mark_non_differentiable(logp_N, entropy_N, top_weighted_logp_N)
+        return loss, logp_N, entropy_N, top_weighted_logp_N
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor, *_unused: Tensor):  # type: ignore[no-untyped-def]
@@ -407,7 +407,7 @@ class Passes:
         factors = (dlogp_CJ.sum(dim=1, keepdim=True), reading.entropy_C[:, None], dentropy_C1)
         dz_CV = self._grad_without_onehot(z_CV, reading.normaliser, factors, dtype)
         # dz = sum over j of dlogp_j (onehot_j - p) + entropy term; only the tokens read have a onehot, the target and
-        # a rival that is the same token have both. `_slope` overwrites its input: clone.
+        # a top token that is the same have both. `_slope` overwrites its input: clone.
         is_same_CJJ = token_CJ[:, :, None] == token_CJ[:, None, :]
         onehot_CJ = (is_same_CJJ * dlogp_CJ[:, None, :]).sum(dim=2)
         dz_CJ = _slope(reading.logp_CJ.clone(), *factors) + onehot_CJ

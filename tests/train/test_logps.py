@@ -53,13 +53,13 @@ def test_gradient_of_one_token_is_p_minus_onehot():
     assert h.grad.item() == pytest.approx(0.75 * math.log(3.0))
 
 
-def test_a_rival_pulls_like_a_target_of_its_weight():
+def test_a_top_token_pulls_like_a_target_of_its_weight():
     """p = 1/4, 3/4; the loss is -0.4 log p_1 beside -log p_0, so dz = 1.4 p - (1, 0.4)."""
     h = torch.tensor([[1.0]], requires_grad=True)
     w = torch.tensor([[0.0], [math.log(3.0)]], requires_grad=True)
     top_tokens = TopTokens(torch.tensor([[1]]), torch.tensor([[0.4]]))
     out = fused_loss(h, w, torch.tensor([0]), lambda logp, _e, _w: -logp, top_tokens=top_tokens)
-    assert out.rival_N.tolist() == pytest.approx([0.4 * math.log(0.75)])
+    assert out.top_weighted_logp_N.tolist() == pytest.approx([0.4 * math.log(0.75)])
     assert out.loss.item() == pytest.approx(-math.log(0.25) - 0.4 * math.log(0.75))
     out.loss.backward()
     assert w.grad.flatten().tolist() == pytest.approx([1.4 / 4 - 1, 1.4 * 3 / 4 - 0.4])
@@ -67,7 +67,7 @@ def test_a_rival_pulls_like_a_target_of_its_weight():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("tokens_per_chunk", [1, 4, 13])
-def test_rivals_equal_plain_float64_also_where_the_target_is_one(temperature, tokens_per_chunk):
+def test_top_tokens_equal_plain_float64_also_where_the_target_is_one(temperature, tokens_per_chunk):
     h, w, target = inputs()
     ids = torch.stack([target, (target + 1) % 11, (target + 5) % 11], dim=1)
     ids[::2, 0] = (target[::2] + 3) % 11
