@@ -93,7 +93,7 @@ TrainRow = TrainSample | ArrayRow
 Row = TypeVar("Row", bound=TrainRow)
 
 
-def counts_of(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:
+def rows_without_tokens(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:
     """Return rows with everything but the tokens: what every rank needs to plan the step as the others do."""
     numbers: dict[Hashable, int] = {}
     rows = []

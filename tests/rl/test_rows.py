@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rl_builders import random_samples, scored_samples
 
-from klear_core.rl.rows import counts_of, samples_here, tokens_of, with_tokens
+from klear_core.rl.rows import rows_without_tokens, samples_here, tokens_of, with_tokens
 from klear_core.types import TrainSample
 
 SAMPLES = random_samples(6)
@@ -20,7 +20,7 @@ def shapes(sample: TrainSample) -> tuple[object, ...]:
 
 
 def test_counts_are_known_without_any_token() -> None:
-    counts = counts_of(SAMPLES)
+    counts = rows_without_tokens(SAMPLES)
     assert [(r.num_tokens, r.num_loss_tokens, r.num_prompt_tokens) for r in counts] == [shapes(s) for s in SAMPLES]
     assert [list(r.loss_mask) for r in counts] == [list(s.loss_mask) for s in SAMPLES]
     assert all(len(r.token_ids) == 0 for r in counts)
@@ -38,14 +38,14 @@ def test_counts_are_known_without_any_token() -> None:
 )
 def test_a_mask_is_kept_as_the_lengths_of_its_runs(mask: tuple[bool, ...], runs: tuple[int, ...]) -> None:
     sample = replace(SAMPLES[0], loss_mask=mask, token_ids=tuple(range(len(mask))), sampler_logps=(0.0,) * len(mask))
-    (row,) = counts_of([sample])
+    (row,) = rows_without_tokens([sample])
     assert row.runs == runs
     assert row.loss_mask.tolist() == list(mask)
     assert row.num_prompt_tokens == sample.num_prompt_tokens
 
 
 def test_rows_with_equal_prompts_have_equal_keys_and_others_have_not() -> None:
-    counts = counts_of(SAMPLES)
+    counts = rows_without_tokens(SAMPLES)
     for a, x in zip(SAMPLES, counts, strict=True):
         for b, y in zip(SAMPLES, counts, strict=True):
             assert (a.prompt_key == b.prompt_key) == (x.prompt_key == y.prompt_key)
@@ -53,7 +53,7 @@ def test_rows_with_equal_prompts_have_equal_keys_and_others_have_not() -> None:
 
 def test_a_rank_has_views_of_the_tokens_of_its_own_rows() -> None:
     tokens = pickle.loads(pickle.dumps(tokens_of(SAMPLES, [4, 1])))
-    rows = with_tokens(counts_of(SAMPLES), tokens)
+    rows = with_tokens(rows_without_tokens(SAMPLES), tokens)
     assert [i for i, row in enumerate(rows) if len(row.token_ids)] == [1, 4]
     for i in (1, 4):
         assert rows[i].token_ids.tolist() == list(SAMPLES[i].token_ids)
@@ -64,7 +64,7 @@ def test_a_rank_has_views_of_the_tokens_of_its_own_rows() -> None:
 
 def test_only_scored_rows_bring_teacher_log_probs() -> None:
     samples = scored_samples(4)
-    counts, tokens = counts_of(samples), tokens_of(samples, [3, 2, 0])
+    counts, tokens = rows_without_tokens(samples), tokens_of(samples, [3, 2, 0])
     assert [row.has_teacher for row in counts] == [True, True, False, True]
     assert len(tokens.teacher_logps) == samples[3].num_tokens + samples[0].num_tokens
     rows = with_tokens(counts, tokens)
@@ -80,7 +80,7 @@ def test_a_rank_has_the_likeliest_tokens_of_its_own_rows() -> None:
     for i, row in enumerate(scored_samples(4)):
         num = 2 * row.num_loss_tokens if row.has_teacher else 0
         samples.append(replace(row, top_ids=tuple(range(i, i + num)), top_logps=(-float(i),) * num))
-    rows = with_tokens(counts_of(samples), tokens_of(samples, [3, 2, 0]))
+    rows = with_tokens(rows_without_tokens(samples), tokens_of(samples, [3, 2, 0]))
     for i in (0, 2, 3):
         assert tuple(rows[i].top_ids.tolist()) == samples[i].top_ids
         assert rows[i].sample().top_logps == samples[i].top_logps
