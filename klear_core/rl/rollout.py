@@ -145,7 +145,7 @@ class RolloutWorker:
         """Return how many answers were sampled and how many judged, together."""
         return self._num_finished_requests
 
-    def stalled(self, timeout_s: float) -> TrainingError:
+    def stall_error(self, timeout_s: float) -> TrainingError:
         """Return the error that says what is still pending."""
         return TrainingError(
             f"rollouts stalled: in {timeout_s:g} s no answer was sampled or judged; still pending: "
@@ -187,7 +187,7 @@ class StallWatch:
         silent_s = now() - self._seen_at
         self._silence.check(silent_s, self._sampler.pending)
         if silent_s >= self._sampler.stall_timeout_s:
-            raise self._sampler.stalled(self._sampler.stall_timeout_s)
+            raise self._sampler.stall_error(self._sampler.stall_timeout_s)
 
 
 def _ago(what: str, at: float | None) -> str:
