@@ -366,5 +366,5 @@ def rollouts_of(
         collector.collect,
         depth=cfg.max_staleness,
         num_batches=cfg.num_steps - state.step,
-        is_in_turn=cfg.rollout.mode == "delayed",
+        waits_for_all=cfg.rollout.mode == "delayed",
     )

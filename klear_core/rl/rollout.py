@@ -335,9 +335,9 @@ def _has_result(task: asyncio.Task[Rollout]) -> bool:
 class Lookahead:
     """Collect batches one after the other in the background, at most `depth` ahead of the batch in use.
 
-    Each call of `allow_another` permits one more; entering the context permits `depth + 1`. With `is_in_turn` a batch
-    is given only when all permitted ones are complete, so that the policy of exactly `depth` versions before sampled
-    it.
+    Each call of `allow_another` permits one more; entering the context permits `depth + 1`. With `waits_for_all` a
+    batch is given only when all permitted ones are complete, so that the policy of exactly `depth` versions before
+    sampled it.
     """
 
     def __init__(
@@ -346,10 +346,10 @@ class Lookahead:
         *,
         depth: int,
         num_batches: int,
-        is_in_turn: bool = False,
+        waits_for_all: bool = False,
     ) -> None:
         self._collect = collect
-        self._is_in_turn = is_in_turn
+        self._waits_for_all = waits_for_all
         self._num_left = num_batches
         self._tasks: deque[asyncio.Task[StepRollouts]] = deque()
         self._depth = depth
@@ -377,7 +377,7 @@ class Lookahead:
 
     async def next(self) -> StepRollouts:
         """Return the oldest batch not yet taken, waiting until it is complete."""
-        if self._is_in_turn:
+        if self._waits_for_all:
             await asyncio.wait(self._tasks)
         return await self._tasks.popleft()
 
