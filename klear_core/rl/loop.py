@@ -104,7 +104,7 @@ def train_rl(
                 custom_rewards=rewards, inline_eval=inline_eval, pass_rates=rates, open_teacher=open_teacher
             )
             state = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, extras))
-    shown = _shown(setup)
+    shown = _shown_folder(setup)
     # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(state, cfg.runtime.informative, shown=shown)
     gather_shown(shown, workdir / SHOWN_FILE)
@@ -145,7 +145,7 @@ async def run_rl(
                         custom_rewards=extras.custom_rewards,
                     )
                     rollouts = rollouts_of(setup.cfg, sampler, stream, state)
-                    step_log = StepLog(setup.cfg, state, watch, shown=_shown(setup))
+                    step_log = StepLog(setup.cfg, state, watch, shown=_shown_folder(setup))
                     async with InlineEvals(extras.inline_eval, watch, setup.cfg, workdir=setup.workdir) as evals:
                         with loop_watched("engines, ranks and judges wait for it"):
                             await run_steps(setup.cfg, learner, engine, rollouts, step_log, evals, teacher)
@@ -237,7 +237,7 @@ class StepLog:
         self.state = state
         self._cfg = cfg
         self._watch = watch
-        self._shown = shown
+        self._shown_folder = shown
 
     def log(
         self, collected: StepRollouts, drops: DropCounts, update: dict[str, float], seconds: Mapping[str, float]
@@ -253,18 +253,18 @@ class StepLog:
         self._watch.progress(state.step, cfg.num_steps, f"pass rate {state.pass_rate:.2f}")
         is_last = state.step == cfg.num_steps
         if is_last or (state.step - 1) % math.ceil(cfg.num_steps / _NUM_SHOWN) == 0:
-            save_shown(self._shown, collected.groups, cfg, step=state.step)
+            save_shown(self._shown_folder, collected.groups, cfg, step=state.step)
 
     def keep(self) -> None:
         """Send what was logged to the shared store, if there is one, for a node that goes on after this one."""
-        send_work(self._shown)
+        send_work(self._shown_folder)
 
     def check(self) -> None:
         """Raise CollapseError if answers degenerate, DataError if hardly any group was trained on, once there are
         enough steps to tell."""
         self._watch.check(self.state.step)
         if self.state.step >= _CHECK_FROM_STEP:
-            check_trained_share(self.state, self._cfg.runtime.informative, shown=self._shown)
+            check_trained_share(self.state, self._cfg.runtime.informative, shown=self._shown_folder)
 
 
 def count_step(
@@ -331,7 +331,7 @@ def speed(collected: StepRollouts, update: Mapping[str, float], seconds: Mapping
     }
 
 
-def _shown(setup: RlSetup) -> Path:
+def _shown_folder(setup: RlSetup) -> Path:
     """Return the folder of the answers that are saved for the report while training goes on."""
     return setup.workdir / "scratch" / "shown"
 

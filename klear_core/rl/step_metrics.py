@@ -286,7 +286,7 @@ def save_shown(
     num_samples: int = 2,
 ) -> None:
     """Save the first answers of a step in a separate shard, so that a rerun of the step replaces it."""
-    shown = [_shown(step, g, r, cfg) for g in groups[:num_groups] for r in g.rollouts[:num_samples]]
+    shown = [_shown_rollout(step, g, r, cfg) for g in groups[:num_groups] for r in g.rollouts[:num_samples]]
     write_shard(folder / f"{step:08d}.parquet", shown)
 
 
@@ -304,7 +304,7 @@ def last_shown(folder: Path) -> str:
     return ""
 
 
-def _shown(step: int, group: RolloutGroup, rollout: Rollout, cfg: RlConfig) -> ShownRollout:
+def _shown_rollout(step: int, group: RolloutGroup, rollout: Rollout, cfg: RlConfig) -> ShownRollout:
     return ShownRollout(
         step=step,
         problem_id=group.problem.problem_id,
