@@ -28,7 +28,7 @@ from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import complete_rewards
-from klear_core.rl.rollout import RolloutWorker, StallWatch, StepRollouts
+from klear_core.rl.rollout import RolloutClient, StallWatch, StepRollouts
 from klear_core.rl.stream import POOL_UNIT, PromptStream, StreamItem
 from klear_core.types import Rollout, RolloutGroup
 from klear_core.waits import now
@@ -58,7 +58,7 @@ class ContinuousRollouts:
     """Fill one step after the other with informative groups, as `Lookahead` does in rounds."""
 
     def __init__(
-        self, sampler: RolloutWorker, stream: PromptStream, cfg: RlConfig, *, step: int, again: Sequence[int] = ()
+        self, sampler: RolloutClient, stream: PromptStream, cfg: RlConfig, *, step: int, again: Sequence[int] = ()
     ) -> None:
         """`step` is the next step to fill and the version of the engines; `again` are positions to sample first."""
         self._sampler = sampler

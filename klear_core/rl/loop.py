@@ -38,7 +38,7 @@ from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
-from klear_core.rl.rollout import Collector, Lookahead, RolloutWorker, StepRollouts, no_rewards
+from klear_core.rl.rollout import Collector, Lookahead, RolloutClient, StepRollouts, no_rewards
 from klear_core.rl.state import InlineEval, InlineEvals, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
 from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
 from klear_core.rl.stream import Curriculum, PromptStream
@@ -135,7 +135,7 @@ async def run_rl(
                     learner_notes = await learner.notes()
                     # Stream and collector are rebuilt after a loss: prompts continue where the checkpoint left off.
                     stream = stream_of(setup, problems, extras.pass_rates, state)
-                    sampler = RolloutWorker(
+                    sampler = RolloutClient(
                         engine,
                         judge,
                         tokenizer,
@@ -355,7 +355,7 @@ def stream_of(
 
 
 def rollouts_of(
-    cfg: RlConfig, sampler: RolloutWorker, stream: PromptStream, state: RlState
+    cfg: RlConfig, sampler: RolloutClient, stream: PromptStream, state: RlState
 ) -> Lookahead | ContinuousRollouts:
     """Return the groups of all remaining steps, in rounds, delayed or continuously."""
     if cfg.rollout.mode == "continuous":

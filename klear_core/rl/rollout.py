@@ -68,7 +68,7 @@ async def no_rewards(_problem: Problem, _completion: Completion, _verdict: Verdi
     return {}
 
 
-class RolloutWorker:
+class RolloutClient:
     """Sample and judge single answers, and notice when neither makes progress."""
 
     def __init__(
@@ -168,7 +168,7 @@ class RolloutWorker:
 class StallWatch:
     """Notice that a sampler has finished nothing for its stall timeout."""
 
-    def __init__(self, sampler: RolloutWorker) -> None:
+    def __init__(self, sampler: RolloutClient) -> None:
         self._sampler = sampler
         # The count when it last changed, and the time at which that was seen.
         self._seen, self._seen_at = sampler.num_finished_requests, now()
@@ -197,7 +197,7 @@ def _ago(what: str, at: float | None) -> str:
 class Collector:
     """Sample prompts in rounds until a step has enough informative groups or `max_rounds` is reached."""
 
-    def __init__(self, sampler: RolloutWorker, stream: PromptStream, cfg: RlConfig) -> None:
+    def __init__(self, sampler: RolloutClient, stream: PromptStream, cfg: RlConfig) -> None:
         self._sampler = sampler
         self._stream = stream
         self._cfg = cfg

@@ -29,7 +29,7 @@ from klear_core.generate.pool import EnginePool
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.loop import sync_weights
-from klear_core.rl.rollout import Collector, RolloutWorker
+from klear_core.rl.rollout import Collector, RolloutClient
 from klear_core.rl.stream import PromptStream
 from klear_core.train.base_model import model_folder
 from klear_core.types import Outcome, Problem, Verdict
@@ -127,7 +127,7 @@ class Hangs(FakeEngine):
 
 def collected(tokenizer: object, engine: Any, judge: Any, status: Callable[[], str]) -> Any:
     stream = PromptStream([problem(f"q{i}") for i in range(4)], seed=0)
-    sampler = RolloutWorker(engine, judge, tokenizer, rl_config(), seed=0, engine_status=status)
+    sampler = RolloutClient(engine, judge, tokenizer, rl_config(), seed=0, engine_status=status)
     return Collector(sampler, stream, rl_config()).collect()
 
 

@@ -22,7 +22,7 @@ from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import to_samples
 from klear_core.rl.interfaces import RlSetup
 from klear_core.rl.loop import stream_of
-from klear_core.rl.rollout import RolloutWorker, StallWatch, StepRollouts
+from klear_core.rl.rollout import RolloutClient, StallWatch, StepRollouts
 from klear_core.rl.state import RlState
 from klear_core.rl.stream import PromptStream
 from klear_core.types import Completion, Judge
@@ -106,7 +106,7 @@ async def drive(
     run = Run(engine, state=state or RlState())
     engine.version = run.state.step
     stream = stream_of(RlSetup(cfg=cfg, model=Path(), seed=0, workdir=Path()), PROBLEMS, {}, run.state)
-    sampler = RolloutWorker(engine, judge, Tokenizer(), cfg, seed=0, engine_status=lambda: "the slow engine")
+    sampler = RolloutClient(engine, judge, Tokenizer(), cfg, seed=0, engine_status=lambda: "the slow engine")
     rollouts = ContinuousRollouts(sampler, stream, cfg, step=run.state.step, again=run.state.unfinished)
     async with rollouts as ahead:
         for step in range(run.state.step, until or cfg.num_steps):

@@ -19,7 +19,7 @@ from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams
 from klear_core.prompts import build_byte_tokenizer, load_tokenizer
 from klear_core.rl.rewards import terms_of
-from klear_core.rl.rollout import Collector, RolloutWorker, StepRollouts
+from klear_core.rl.rollout import Collector, RolloutClient, StepRollouts
 from klear_core.rl.stream import PromptStream
 from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, Outcome, Problem, Verdict
@@ -55,7 +55,7 @@ def collector(
 ) -> tuple[Collector, FakeEngine]:
     engine = FakeEngine(script)
     stream = PromptStream([problem(f"q{i}") for i in range(10)], seed=0)
-    sampler = RolloutWorker(engine, judge, tokenizer, cfg, seed=0, engine_status=lambda: "the fake engine")
+    sampler = RolloutClient(engine, judge, tokenizer, cfg, seed=0, engine_status=lambda: "the fake engine")
     return Collector(sampler, stream, cfg), engine
 
 

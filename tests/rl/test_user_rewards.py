@@ -21,7 +21,7 @@ from klear_core.errors import RewardError
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.groups import keep_informative, to_samples
 from klear_core.rl.rewards import UserRewards, custom_reward, with_failed_values
-from klear_core.rl.rollout import Collector, RolloutWorker, StepRollouts
+from klear_core.rl.rollout import Collector, RolloutClient, StepRollouts
 from klear_core.rl.step_metrics import describe_groups
 from klear_core.rl.stream import PromptStream
 from klear_core.train.base_model import model_folder
@@ -144,7 +144,7 @@ def collect(folder: Path, cfg: RlConfig, texts: tuple[str, ...], **judging: floa
 
     verify = VerifyConfig.model_validate({"runtime": VerifyRuntime(reward_workers=1)} | judging)
     with JudgePool(verify) as judges:
-        sampler = RolloutWorker(
+        sampler = RolloutClient(
             FakeEngine(lambda *_: FakeAnswer(text=next(left))),
             says_wrong,
             tokenizer,

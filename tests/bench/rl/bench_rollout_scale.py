@@ -41,7 +41,7 @@ from klear_core.generate.factory import num_slots
 from klear_core.generate.model_size import engine_fit, known_size
 from klear_core.metrics import METRICS_FILE, NullTelemetry
 from klear_core.rl.loop import StepLog, rollouts_of, run_steps
-from klear_core.rl.rollout import RolloutWorker
+from klear_core.rl.rollout import RolloutClient
 from klear_core.rl.state import InlineEvals, RlState, Watch
 from klear_core.rl.stream import PromptStream
 from klear_core.types import Difficulty, Domain, MathReference, Problem
@@ -245,7 +245,7 @@ async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[s
     state = RlState()
     probe = _Probe(setup, engines, learner, state)
     await engines.start()
-    sampler = RolloutWorker(engines, judges.judge, SimulatedTokenizer(), cfg, seed=0, engine_status=lambda: "engines")
+    sampler = RolloutClient(engines, judges.judge, SimulatedTokenizer(), cfg, seed=0, engine_status=lambda: "engines")
     rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), state)
     step_log = StepLog(cfg, state, Watch(cfg, probe, folder / METRICS_FILE), shown=folder / "shown")
     with suppress(_Measured):
