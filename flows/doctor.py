@@ -410,20 +410,20 @@ def _compiled_for_cpu(here: Conditions) -> Iterator[PathCheck]:
     from klear_core.train.kernels import registry
     from klear_core.train.kernels.check import prove
     from klear_core.train.kernels.fused import Kernels
-    from klear_core.train.logps import Passes
+    from klear_core.train.logps import HeadKernels
 
-    kernels, passes = Kernels("inductor"), Passes("inductor")
+    kernels, head_kernels = Kernels("inductor"), HeadKernels("inductor")
     compiled: dict[str, Any] = {
         "norm/cpu": kernels.norm,
         "gate/cpu": kernels.gate,
         "rotate/cpu": kernels.rotate,
-        "head/cpu": passes,
+        "head/cpu": head_kernels,
     }
-    # The CPU's gate takes both halves in one tensor, and the head's path is what returns its passes.
+    # The CPU's gate takes both halves in one tensor, and the head's path is what returns its kernels.
     runs: dict[str, registry.Run] = {
         **compiled,
         "gate/cpu": lambda gate_up: kernels.gate(*gate_up.chunk(2, dim=-1)),
-        "head/cpu": lambda: passes,
+        "head/cpu": lambda: head_kernels,
     }
     with registry.replaced(runs):
         for proof in prove(here, list(runs), is_timed=True):

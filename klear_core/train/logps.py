@@ -127,8 +127,8 @@ class _Grads(NamedTuple):
     """Sum over chunks, in at least float32."""
 
 
-class _Head(NamedTuple):
-    """Arithmetic of one chunk.
+class _HeadInputs(NamedTuple):
+    """Inputs of the head, and the arithmetic of one chunk of them.
 
     Callers must release a chunk's [C, V] tensors before they start the next chunk, or two chunks are held at once.
     """
@@ -160,24 +160,24 @@ class _Head(NamedTuple):
         weight_VH = torch.zeros_like(self.weight_VH, dtype=sum_dtype) if needs_weight else None
         return _Grads(hidden_NH=hidden_NH, weight_VH=weight_VH)
 
-    def read(self, chunk: slice, *, need_entropy: bool) -> tuple[Tensor, Reading]:
+    def read(self, chunk: slice, *, need_entropy: bool) -> tuple[Tensor, ChunkLogps]:
         """Return the chunk's logits (for `add_grads`) and the log-probs and entropies read from them."""
         z_CV = product(self.hidden_NH[chunk], self.weight_VH.T)
         # Divide in place, to avoid a second [C, V] tensor.
         if self.temperature != 1.0:
             z_CV /= self.temperature
-        return z_CV, passes_on(z_CV.device.type).read(z_CV, self.tokens(chunk), need_entropy=need_entropy)
+        return z_CV, head_kernels_on(z_CV.device.type).read(z_CV, self.tokens(chunk), need_entropy=need_entropy)
 
     def add_grads(
-        self, grads: _Grads, chunk: slice, z_CV: Tensor, reading: Reading, dlogp_CJ: Tensor, dentropy_C: Tensor | None
+        self, grads: _Grads, chunk: slice, z_CV: Tensor, logps: ChunkLogps, dlogp_CJ: Tensor, dentropy_C: Tensor | None
     ) -> None:
         """Add the chunk to `grads`, given the loss's derivatives by its log-probs and entropies."""
         # z = logits / temperature: dLoss/dlogits has a factor 1 / temperature, applied here to [C] instead of [C, V].
         dlogp_CJ = dlogp_CJ / self.temperature
         dentropy_C = None if dentropy_C is None else dentropy_C / self.temperature
-        passes, dtype = passes_on(z_CV.device.type), self.weight_VH.dtype
+        kernels, dtype = head_kernels_on(z_CV.device.type), self.weight_VH.dtype
         # In the weight's dtype, because both products below take inputs of one dtype.
-        dz_CV = passes.grad(z_CV, reading, self.tokens(chunk), dlogp_CJ, dentropy_C, dtype=dtype)
+        dz_CV = kernels.grad(z_CV, logps, self.tokens(chunk), dlogp_CJ, dentropy_C, dtype=dtype)
         # z = h W^T, so dLoss/dh = dz W and dLoss/dW = dz^T h; the first is complete after one chunk, the second a sum.
         if grads.hidden_NH is not None:
             torch.mm(dz_CV, self.weight_VH, out=grads.hidden_NH[chunk])
@@ -198,26 +198,26 @@ class _FusedLoss(torch.autograd.Function):
         size: int,
     ):
         target_N, top_tokens = tokens
-        head = _Head(hidden_NH, weight_VH, target_N, top_tokens, temperature)
-        grads = head.grads(*ctx.needs_input_grad[:2])
-        logp_N, entropy_N = head.nan_per_token(), head.nan_per_token()
-        top_weighted_logp_N, loss = head.nan_per_token(), logp_N.new_zeros(())
+        inputs = _HeadInputs(hidden_NH, weight_VH, target_N, top_tokens, temperature)
+        grads = inputs.grads(*ctx.needs_input_grad[:2])
+        logp_N, entropy_N = inputs.nan_per_token(), inputs.nan_per_token()
+        top_weighted_logp_N, loss = inputs.nan_per_token(), logp_N.new_zeros(())
 
         # The loss is a sum over tokens: form each chunk's gradient while its logits are in memory.
         # A function, because its [C, V] locals are released on return.
         def add(chunk: slice) -> None:
-            z_CV, reading = head.read(chunk, need_entropy=need_entropy)
-            logp_N[chunk], entropy_N[chunk] = reading.logp_CJ[:, 0], reading.entropy_C
-            loss_C, dlogp_C, dentropy_C = _pointwise(loss_fn, reading, chunk)
+            z_CV, logps = inputs.read(chunk, need_entropy=need_entropy)
+            logp_N[chunk], entropy_N[chunk] = logps.logp_CJ[:, 0], logps.entropy_C
+            loss_C, dlogp_C, dentropy_C = _pointwise(loss_fn, logps, chunk)
             weight_CK = top_tokens.weight_NK[chunk]
             # Bounded, because a weight of 0 times a log-prob of minus infinity would be NaN.
-            top_weighted_logp_N[chunk] = (weight_CK * reading.logp_CJ[:, 1:].clamp(min=_LEAST)).sum(dim=1)
+            top_weighted_logp_N[chunk] = (weight_CK * logps.logp_CJ[:, 1:].clamp(min=_LEAST)).sum(dim=1)
             loss.add_((loss_C - top_weighted_logp_N[chunk]).sum())
             dlogp_CJ = torch.cat([dlogp_C[:, None], -weight_CK], dim=1)
             if any(ctx.needs_input_grad[:2]):
-                head.add_grads(grads, chunk, z_CV, reading, dlogp_CJ, dentropy_C)
+                inputs.add_grads(grads, chunk, z_CV, logps, dlogp_CJ, dentropy_C)
 
-        for chunk in head.chunks(size):
+        for chunk in inputs.chunks(size):
             add(chunk)
         # Backward needs neither logits nor weight, so nothing of size [N, V] outlives forward.
         ctx.save_for_backward(*grads)
@@ -247,12 +247,12 @@ class _TokenLogps(torch.autograd.Function):
         temperature: float,
         size: int,
     ):
-        head = _Head(hidden_NH, weight_VH, target_N, TopTokens.none(target_N), temperature)
-        logp_N, entropy_N = head.nan_per_token(), head.nan_per_token()
+        inputs = _HeadInputs(hidden_NH, weight_VH, target_N, TopTokens.none(target_N), temperature)
+        logp_N, entropy_N = inputs.nan_per_token(), inputs.nan_per_token()
         # No gradient can be formed here: a token's derivative can depend on tokens of later chunks.
-        for chunk in head.chunks(size):
-            reading = head.read(chunk, need_entropy=True)[1]
-            logp_N[chunk], entropy_N[chunk] = reading.logp_CJ[:, 0], reading.entropy_C
+        for chunk in inputs.chunks(size):
+            logps = inputs.read(chunk, need_entropy=True)[1]
+            logp_N[chunk], entropy_N[chunk] = logps.logp_CJ[:, 0], logps.entropy_C
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, entropy_N)
         ctx.temperature, ctx.size = temperature, size
         return logp_N, entropy_N
@@ -260,27 +260,27 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogp_N: Tensor, dentropy_N: Tensor):  # type: ignore[no-untyped-def]
         hidden_NH, weight_VH, target_N, entropy_N = ctx.saved_tensors
-        head = _Head(hidden_NH, weight_VH, target_N, TopTokens.none(target_N), ctx.temperature)
-        grads = head.grads(*ctx.needs_input_grad[:2])
+        inputs = _HeadInputs(hidden_NH, weight_VH, target_N, TopTokens.none(target_N), ctx.temperature)
+        grads = inputs.grads(*ctx.needs_input_grad[:2])
 
         # Logits are computed again: 2NHV more operations, but no [N, V] tensor is kept from forward.
         def add(chunk: slice) -> None:
             # The entropy was saved; to compute it again takes one more [C, V] tensor.
-            z_CV, reading = head.read(chunk, need_entropy=False)
-            reading = reading._replace(entropy_C=entropy_N[chunk])
-            head.add_grads(grads, chunk, z_CV, reading, dlogp_N[chunk, None], dentropy_N[chunk])
+            z_CV, logps = inputs.read(chunk, need_entropy=False)
+            logps = logps._replace(entropy_C=entropy_N[chunk])
+            inputs.add_grads(grads, chunk, z_CV, logps, dlogp_N[chunk, None], dentropy_N[chunk])
 
-        for chunk in head.chunks(ctx.size):
+        for chunk in inputs.chunks(ctx.size):
             add(chunk)
         grad_weight_VH = None if grads.weight_VH is None else grads.weight_VH.to(weight_VH.dtype)
         return grads.hidden_NH, grad_weight_VH, None, None, None
 
 
-def _pointwise(loss_fn: TokenLossFn, reading: Reading, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+def _pointwise(loss_fn: TokenLossFn, logps: ChunkLogps, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return each token's loss and its derivatives by the token's log-prob and entropy (None: independent of it)."""
     # Autograd is off inside a Function's forward. Detached leaves: the derivatives are by these numbers, not by z.
     with torch.enable_grad():
-        logp_C, entropy_C = reading.logp_CJ[:, 0].detach().requires_grad_(), reading.entropy_C.detach().requires_grad_()
+        logp_C, entropy_C = logps.logp_CJ[:, 0].detach().requires_grad_(), logps.entropy_C.detach().requires_grad_()
         loss_C = loss_fn(logp_C, entropy_C, chunk)
         if not loss_C.requires_grad:  # constant: the loss masks all tokens of this chunk
             return loss_C, torch.zeros_like(logp_C), None
@@ -352,8 +352,8 @@ class Normaliser(NamedTuple):
     logsum_C1: Tensor
 
 
-class Reading(NamedTuple):
-    """Result of the first pass over a chunk's logits."""
+class ChunkLogps(NamedTuple):
+    """Log-probs and entropies of a chunk, the result of the first pass over its logits."""
 
     logp_CJ: Tensor
     """Log-probs of the target and, after it, of the top tokens in its place."""
@@ -363,13 +363,13 @@ class Reading(NamedTuple):
     """None if log-probs have overwritten the logits."""
 
 
-class Passes:
+class HeadKernels:
     """Runs the two passes over a chunk's logits: compiled if `backend` is given, until a compiler error."""
 
     def __init__(self, backend: Backend | None = None) -> None:
         self.failure = ""
         """The compiler error, once there was one."""
-        self._read: Callable[..., Reading] | None = None
+        self._read: Callable[..., ChunkLogps] | None = None
         self._grad: Callable[..., Tensor] | None = None
         if backend is not None:
             self._read = torch.compile(_read, backend=backend)
@@ -380,7 +380,7 @@ class Passes:
         """Return whether compiled kernels are in use; the first chunk compiles them, which may still fail."""
         return self._read is not None
 
-    def read(self, z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool) -> Reading:
+    def read(self, z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool) -> ChunkLogps:
         """Run the first pass. It may overwrite `z_CV`, which only `grad` can use afterwards."""
         if self._read is not None:
             try:
@@ -394,7 +394,7 @@ class Passes:
     def grad(
         self,
         z_CV: Tensor,
-        reading: Reading,
+        logps: ChunkLogps,
         token_CJ: Tensor,
         dlogp_CJ: Tensor,
         dentropy_C: Tensor | None,
@@ -404,13 +404,13 @@ class Passes:
         """Run the second pass: return dLoss/dz in `dtype` from dLoss/dlogp and dLoss/dentropy. May overwrite `z_CV`."""
         # One number per token, broadcast over V.
         dentropy_C1 = None if dentropy_C is None else dentropy_C[:, None]
-        factors = (dlogp_CJ.sum(dim=1, keepdim=True), reading.entropy_C[:, None], dentropy_C1)
-        dz_CV = self._grad_without_onehot(z_CV, reading.normaliser, factors, dtype)
+        factors = (dlogp_CJ.sum(dim=1, keepdim=True), logps.entropy_C[:, None], dentropy_C1)
+        dz_CV = self._grad_without_onehot(z_CV, logps.normaliser, factors, dtype)
         # dz = sum over j of dlogp_j (onehot_j - p) + entropy term; only the tokens read have a onehot, the target and
         # a top token that is the same have both. `_slope` overwrites its input: clone.
         is_same_CJJ = token_CJ[:, :, None] == token_CJ[:, None, :]
         onehot_CJ = (is_same_CJJ * dlogp_CJ[:, None, :]).sum(dim=2)
-        dz_CJ = _slope(reading.logp_CJ.clone(), *factors) + onehot_CJ
+        dz_CJ = _slope(logps.logp_CJ.clone(), *factors) + onehot_CJ
         # Replace their columns instead of adding to them: in half precision they have been rounded already.
         return dz_CV.scatter_(1, token_CJ, dz_CJ.to(dtype))
 
@@ -434,26 +434,26 @@ class Passes:
         )
 
 
-def passes_on(device_type: str) -> Passes:
-    """Return the passes for a kind of device; all heads of the process share them."""
+def head_kernels_on(device_type: str) -> HeadKernels:
+    """Return the kernels for a kind of device; all heads of the process share them."""
     compiled = registry.in_use(f"head/{device_type}")
-    passes: Passes = _PLAIN if compiled is None else compiled()
-    return passes
+    kernels: HeadKernels = _PLAIN if compiled is None else compiled()
+    return kernels
 
 
-_PLAIN = Passes()
+_PLAIN = HeadKernels()
 
 
 @cache
-def _compiled_passes() -> Passes:
-    return Passes("inductor")
+def _compiled_head_kernels() -> HeadKernels:
+    return HeadKernels("inductor")
 
 
 registry.provide("products/cuda", _product_of_halves)
-registry.provide("head/cuda", _compiled_passes)
+registry.provide("head/cuda", _compiled_head_kernels)
 
 
-def _read(z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool, in_place: bool) -> Reading:
+def _read(z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool, in_place: bool) -> ChunkLogps:
     # Uncompiled, log-probs overwrite the logits to save a second [C, V] tensor. Compiled, they stay in registers, and
     # `_grad` computes them again from the logits and the normaliser.
     if in_place:
@@ -464,9 +464,9 @@ def _read(z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool, in_place: bool)
         logp_CV = _log_probs(z_CV, norm)
     logp_CJ = logp_CV.gather(1, token_CJ)
     if not need_entropy:
-        return Reading(logp_CJ, torch.full_like(logp_CJ[:, 0], torch.nan), norm)
+        return ChunkLogps(logp_CJ, torch.full_like(logp_CJ[:, 0], torch.nan), norm)
     # -sum(p log p). Clamping in place is safe: a clamped log-prob still has probability 0.
-    return Reading(logp_CJ, -logp_CV.exp().mul_(logp_CV.clamp_min_(_LEAST)).sum(dim=-1), norm)
+    return ChunkLogps(logp_CJ, -logp_CV.exp().mul_(logp_CV.clamp_min_(_LEAST)).sum(dim=-1), norm)
 
 
 def _grad(z_CV: Tensor, norm: Normaliser | None, factors: _Factors, dtype: torch.dtype) -> Tensor:

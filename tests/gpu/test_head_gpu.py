@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from klear_core.train.logps import Passes, fused_loss, passes_on, token_logps
+from klear_core.train.logps import HeadKernels, fused_loss, head_kernels_on, token_logps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def test_the_loss_formed_with_its_gradient_equals_float64(case):
     how = {"temperature": TEMPERATURE, "need_entropy": True, **CHUNKS}
     out = fused_loss(h, w, target, lambda lp, e, at: wavy(lp, e, weight[at]), **how)
     check(out.loss, out.logp_N, out.entropy_N, case)
-    assert passes_on("cuda").is_compiled
+    assert head_kernels_on("cuda").is_compiled
 
 
 def test_log_probs_with_a_gradient_of_their_own_equal_float64(case):
@@ -90,19 +90,19 @@ def test_chunks_of_all_lengths_share_one_kernel_of_each_pass():
         graphs.append(graph)
         return compile_fx(graph, inputs)
 
-    passes, plain = Passes(counting), Passes()
+    kernels, plain = HeadKernels(counting), HeadKernels()
     for num_tokens in (200, 33, 7, 256, 100):
         z = 5 * torch.randn(num_tokens, 5000, device="cuda")
         target = torch.randint(5000, (num_tokens, 1), device="cuda")
         dlogp, dentropy = torch.randn(2, num_tokens, device="cuda")
         found = []
-        for way in (passes, plain):
-            reading = way.read(mine := z.clone(), target, need_entropy=True)
+        for way in (kernels, plain):
+            logps = way.read(mine := z.clone(), target, need_entropy=True)
             found.append(
                 (
-                    reading.logp_C,
-                    reading.entropy_C,
-                    way.grad(mine, reading, target, dlogp, dentropy, dtype=torch.float32),
+                    logps.logp_C,
+                    logps.entropy_C,
+                    way.grad(mine, logps, target, dlogp, dentropy, dtype=torch.float32),
                 )
             )
         for a, b in zip(*found, strict=True):

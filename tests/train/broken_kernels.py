@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from klear_core.train.kernels import registry
-from klear_core.train.logps import Passes, Reading
+from klear_core.train.logps import ChunkLogps, HeadKernels
 
 SHORT = 40
 """Tokens up to which a kernel that is right for short inputs is right."""
@@ -67,16 +67,16 @@ def _spoilt(run: registry.Run, fault: Callable[[Tensor], Tensor], *arguments: An
     return tuple(map(fault, found)) if isinstance(found, tuple) else fault(found)
 
 
-class SpoiltPasses(Passes):
-    """The head's passes, with a fault in the log-probs, or in the gradient of the logits."""
+class SpoiltHeadKernels(HeadKernels):
+    """The head's kernels, with a fault in the log-probs, or in the gradient of the logits."""
 
     def __init__(self, fault: Callable[[Tensor], Tensor], *, is_gradient: bool) -> None:
         super().__init__()
         self._fault, self._is_gradient = fault, is_gradient
 
-    def read(self, z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool) -> Reading:
-        reading = super().read(z_CV, token_CJ, need_entropy=need_entropy)
-        return reading if self._is_gradient else reading._replace(logp_CJ=self._fault(reading.logp_CJ))
+    def read(self, z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool) -> ChunkLogps:
+        logps = super().read(z_CV, token_CJ, need_entropy=need_entropy)
+        return logps if self._is_gradient else logps._replace(logp_CJ=self._fault(logps.logp_CJ))
 
     def grad(self, *arguments: Any, **others: Any) -> Tensor:
         found = super().grad(*arguments, **others)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from klear_core.train.logps import Passes
+from klear_core.train.logps import HeadKernels
 
 
 def chunk(num_tokens, vocab, *, seed=0):
@@ -13,12 +13,12 @@ def chunk(num_tokens, vocab, *, seed=0):
     return z, target, torch.randn(num_tokens, generator=g), torch.randn(num_tokens, generator=g)
 
 
-def both_passes(passes, z, target, dlogp, dentropy=None, *, need_entropy=True, dtype=torch.float32):
-    reading = passes.read(z := z.clone(), target, need_entropy=need_entropy)
+def both_passes(kernels, z, target, dlogp, dentropy=None, *, need_entropy=True, dtype=torch.float32):
+    logps = kernels.read(z := z.clone(), target, need_entropy=need_entropy)
     return (
-        reading.logp_CJ[:, 0],
-        reading.entropy_C,
-        passes.grad(z, reading, target, dlogp[:, None], dentropy, dtype=dtype),
+        logps.logp_CJ[:, 0],
+        logps.entropy_C,
+        kernels.grad(z, logps, target, dlogp[:, None], dentropy, dtype=dtype),
     )
 
 
@@ -35,15 +35,17 @@ class Backend:
 
 def test_chunks_of_all_lengths_share_one_compilation_of_each_pass():
     backend = Backend()
-    passes = Passes(backend)
+    kernels = HeadKernels(backend)
     for num_tokens in (7, 64, 3, 2, 65, 1000, 7):  # full chunks and last ones, of one micro-batch and of the next
         for a, b in zip(
-            both_passes(passes, *chunk(num_tokens, 50)), both_passes(Passes(), *chunk(num_tokens, 50)), strict=True
+            both_passes(kernels, *chunk(num_tokens, 50)),
+            both_passes(HeadKernels(), *chunk(num_tokens, 50)),
+            strict=True,
         ):
             torch.testing.assert_close(a, b)
     assert backend.num_graphs == 2
     for _ in range(3):
-        both_passes(passes, *chunk(1, 50))  # torch treats a length of 1 as a shape of its own
+        both_passes(kernels, *chunk(1, 50))  # torch treats a length of 1 as a shape of its own
     assert backend.num_graphs == 4
 
 
@@ -52,12 +54,12 @@ def test_chunks_of_all_lengths_share_one_compilation_of_each_pass():
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 0), (torch.bfloat16, 2**-8)])
 def test_compiled_passes_equal_those_that_are_not(dtype, rounding):
     """The compiler is that of CUDA; its kernels for CPU stand in for Triton's."""
-    compiled = Passes("inductor")
+    compiled = HeadKernels("inductor")
     for num_tokens in (33, 12):
         z, target, dlogp, dentropy = chunk(num_tokens, 1003)
         z[0, 5], z[1] = -torch.inf, 1e4 * z[1]  # a forbidden token, and logits far from 0
         z[2] += 1e4
-        want = both_passes(Passes(), z, target, dlogp, dentropy, dtype=dtype)
+        want = both_passes(HeadKernels(), z, target, dlogp, dentropy, dtype=dtype)
         got = both_passes(compiled, z, target, dlogp, dentropy, dtype=dtype)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-6 + rounding)
@@ -73,11 +75,11 @@ def test_where_the_compiler_fails_it_is_said_once_and_the_passes_run_without(cap
     def broken(graph, _inputs):
         raise OSError("no C compiler here")
 
-    passes = Passes(broken)
+    kernels = HeadKernels(broken)
     for _ in range(2):
-        for a, b in zip(both_passes(passes, *chunk(5, 20)), both_passes(Passes(), *chunk(5, 20)), strict=True):
+        for a, b in zip(both_passes(kernels, *chunk(5, 20)), both_passes(HeadKernels(), *chunk(5, 20)), strict=True):
             assert torch.equal(a, b)
-    assert not passes.is_compiled
+    assert not kernels.is_compiled
     (message,) = ours(caplog)
     assert "no C compiler here" in message
 
@@ -92,7 +94,7 @@ def test_a_compiler_that_fails_between_the_passes_loses_nothing(caplog):
         return graph.forward
 
     for a, b in zip(
-        both_passes(Passes(broken_later), *chunk(5, 20)), both_passes(Passes(), *chunk(5, 20)), strict=True
+        both_passes(HeadKernels(broken_later), *chunk(5, 20)), both_passes(HeadKernels(), *chunk(5, 20)), strict=True
     ):
         torch.testing.assert_close(a, b)
     assert len(ours(caplog)) == 1

@@ -40,11 +40,12 @@ def install(*, is_compiled: bool) -> None:
     attend = lambda q, k, v, *_, **__: _Attention.apply(q, k, v)  # type: ignore[no-untyped-call]  # noqa: E731
     registry.provide(attention.VARLEN_ATTN, attend)
     if is_compiled:
-        # Under a dispatch mode torch.compile does nothing without saying so, and passes would count as uncompiled.
-        passes = _HeadPasses()
+        # Under a dispatch mode torch.compile does nothing without saying so, and kernels would count as uncompiled.
+        head_kernels = _FakeHeadKernels()
         for part in fused.PARTS:
             registry.provide(f"{part}/cuda", getattr(_Kernels, part))
-        registry.provide("head/cpu", lambda: passes)  # the type of a fake tensor's device is still that of the CPU
+        # The type of a fake tensor's device is still that of the CPU.
+        registry.provide("head/cpu", lambda: head_kernels)
 
 
 class _Attention(Function):
@@ -107,13 +108,13 @@ class _Kernels:
         return _pass((0, 1), q, k, *weights_and_angles[:-1])  # the last one is a number
 
 
-class _HeadPasses(logps.Passes):
-    """Allocates what the head's compiled passes do: numbers for each token, and the gradient of the logits."""
+class _FakeHeadKernels(logps.HeadKernels):
+    """Allocates what the head's compiled kernels do: numbers for each token, and the gradient of the logits."""
 
-    def read(self, z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool) -> logps.Reading:  # noqa: ARG002  same call
+    def read(self, z_CV: Tensor, token_CJ: Tensor, *, need_entropy: bool) -> logps.ChunkLogps:  # noqa: ARG002 same call
         # All that the compiled pass writes: four numbers for each token, and no second tensor of [C, V].
         entropy_C, max_C, logsum_C = (z_CV.new_empty(z_CV.shape[0]) for _ in range(3))
-        return logps.Reading(
+        return logps.ChunkLogps(
             z_CV.new_empty(token_CJ.shape), entropy_C, logps.Normaliser(max_C[:, None], logsum_C[:, None])
         )
 

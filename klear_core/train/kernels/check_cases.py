@@ -24,7 +24,7 @@ from klear_core.train.kernels import attention, fused
 from klear_core.train.kernels.fused import kernels
 from klear_core.train.kernels.half_linear import PRODUCTS
 from klear_core.train.kernels.registry import Run
-from klear_core.train.logps import HALF, fused_loss, passes_on, token_logps
+from klear_core.train.logps import HALF, fused_loss, head_kernels_on, token_logps
 
 Outputs = tuple[Tensor, ...]
 
@@ -125,7 +125,7 @@ def compiler_failure(name: str) -> str:
     part, kind, *_ = name.split("/")
     if kind != "cuda" or part not in (*fused.PARTS, "head"):
         return ""
-    compiled: Any = passes_on(kind) if part == "head" else getattr(kernels(), part)
+    compiled: Any = head_kernels_on(kind) if part == "head" else getattr(kernels(), part)
     return str(compiled.failure)
 
 
@@ -197,7 +197,7 @@ def _rotate(run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dtyp
 
 
 def _head(_run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
-    # The complete head is tried, through the dispatch that a stage uses: its passes are never called alone.
+    # The complete head is tried, through the dispatch that a stage uses: its kernels are never called alone.
     num_tokens = 130
     g = torch.Generator().manual_seed(2)
     target_N = torch.randint(sizes.vocab, (num_tokens,), generator=g).to(device)

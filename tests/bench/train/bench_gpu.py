@@ -39,7 +39,7 @@ from klear_core.train.kernels import attention, registry
 from klear_core.train.kernels.check import Conditions, prove_in_process
 from klear_core.train.kernels.check_cases import ModelSizes
 from klear_core.train.kernels.fused import fuse
-from klear_core.train.logps import HeadOutput, TokenLogps, fused_loss, passes_on, token_logps
+from klear_core.train.logps import HeadOutput, TokenLogps, fused_loss, head_kernels_on, token_logps
 from klear_core.train.model import DTYPES, Dtype, FlopCount, Head, Policy, peak_flops
 from klear_core.train.packing import MicroBatch, PackedBatch, pack
 from klear_core.train.step import Updater
@@ -281,7 +281,7 @@ def _head(plan: Plan) -> Iterator[Measure]:
         for name in losses:
             seconds = _seconds(plan, partial(fused, name, size))
             yield _entry(plan, f"head/{name}/{size >> 20}M_logits", seconds / bare_s, "of the bare products", most=1.5)
-    yield _entry(plan, "head/is_compiled", float(passes_on(plan.device.type).is_compiled), "1: yes")
+    yield _entry(plan, "head/is_compiled", float(head_kernels_on(plan.device.type).is_compiled), "1: yes")
 
 
 def _bare_products(h_NH: Tensor, w_VH: Tensor, tokens_per_chunk: int) -> None:

@@ -30,7 +30,7 @@ from klear_core.sft.loop import train_sft
 from klear_core.train.kernels import attention, fused, registry
 from klear_core.train.kernels.check import Conditions, Proof, prove, prove_fast_paths, prove_in_process
 from klear_core.train.kernels.check_cases import PARTS, ModelSizes, is_used
-from klear_core.train.logps import Passes
+from klear_core.train.logps import HeadKernels
 
 needs_compiler = pytest.mark.skipif(
     compile_c(attention._SOURCE, {"HEAD_DIM": 16}) is None, reason="no C compiler on this machine: no compiled C"
@@ -94,13 +94,13 @@ def test_a_broken_kernel_is_left_out_with_a_warning_and_a_note(
     "fault", [broken.wrong_by_a_factor, broken.not_a_number, broken.raises, broken.right_for_short]
 )
 def test_a_head_with_broken_passes_is_left_out(fault: Fault, is_gradient: bool) -> None:
-    passes = broken.SpoiltPasses(fault, is_gradient=is_gradient)
-    with registry.replaced({"head/cpu": lambda: passes}):
+    head_kernels = broken.SpoiltHeadKernels(fault, is_gradient=is_gradient)
+    with registry.replaced({"head/cpu": lambda: head_kernels}):
         assert len([note for note in prove_fast_paths(CONFIG, ONE, "float32") if "head/cpu" in note]) == 1
 
 
 def test_a_sound_head_stays() -> None:
-    with registry.replaced({"head/cpu": Passes}):
+    with registry.replaced({"head/cpu": HeadKernels}):
         assert not [note for note in prove_fast_paths(CONFIG, ONE, "float32") if "head" in note]
 
 
@@ -217,7 +217,7 @@ def test_context_parallelism_leaves_a_rank_its_share_of_the_heads() -> None:
 def test_what_torch_compile_makes_for_a_cpu_agrees_in_bfloat16() -> None:
     """The compiler is that of CUDA; its kernels for CPU stand in for Triton's. The doctor's test has float32."""
     kernels = fused.Kernels("inductor")
-    runs = {"norm/cpu": kernels.norm, "rotate/cpu": kernels.rotate, "head/cpu": partial(Passes, "inductor")}
+    runs = {"norm/cpu": kernels.norm, "rotate/cpu": kernels.rotate, "head/cpu": partial(HeadKernels, "inductor")}
     with registry.replaced(runs):
         conditions = replace(HERE, dtype=torch.bfloat16)
         assert verdicts(prove(conditions, list(runs))) == dict.fromkeys(runs, "agrees")
