@@ -66,28 +66,28 @@ def evaluate_served(
     assert isinstance(cfg.engine, ServedModelConfig), cfg.engine.kind
     journal = Journal(workdir / JOURNAL_FOLDER / "answers.jsonl", fsync_s=_FSYNC_S)
 
-    async def run(judge: Judge) -> ServedAnswers:
+    async def run(judge: Judge) -> ServedAnswerer:
         teacher = HttpTeacher(_as_teacher(cfg), keys)
-        answers = ServedAnswers(teacher, journal)
-        setup = EvalSetup(answers=answers, judge=judge, max_sampling=cfg.runtime.max_in_flight)
+        answerer = ServedAnswerer(teacher, journal)
+        setup = EvalSetup(answerer=answerer, judge=judge, max_sampling=cfg.runtime.max_in_flight)
         try:
             await answer_benchmarks(cfg, suite, setup, seed=seed, workdir=workdir, telemetry=telemetry)
         finally:
             await teacher.close()
-        return answers
+        return answerer
 
     try:
         with build_judges(verify) as judges:
             # Before the endpoints are asked: a missing sandbox must not be found after the answers are paid for.
             notes = judges.prepare(problem for benchmark in suite for problem in benchmark.problems)
-            answers = asyncio.run(run(judges.judge_async))
-        answers.require_all()
+            answerer = asyncio.run(run(judges.judge_async))
+        answerer.require_all()
     finally:
         journal.close()
     summary = report_scores(cfg, suite, verify, seed=seed, workdir=workdir, telemetry=telemetry)
     usage = _usage_of_all_runs(journal, workdir)
     counts = {**summary.counts, "paid_tokens": usage.tokens, "cost": round(usage.cost, 4)}
-    return summary.model_copy(update={"counts": counts, "notes": (*summary.notes, *notes, *answers.notes(usage))})
+    return summary.model_copy(update={"counts": counts, "notes": (*summary.notes, *notes, *answerer.notes(usage))})
 
 
 def _as_teacher(cfg: EvaluateConfig) -> HttpTeacherConfig:
@@ -115,8 +115,8 @@ def _usage_of_all_runs(journal: Journal, workdir: Path) -> Usage:
     return usage
 
 
-class ServedAnswers:
-    """Answers of a model behind chat endpoints. The endpoints bound the number of requests themselves."""
+class ServedAnswerer:
+    """Answers questions with a model behind chat endpoints. The endpoints bound the number of requests themselves."""
 
     def __init__(self, teacher: HttpTeacher, journal: Journal) -> None:
         self._teacher, self._journal = teacher, journal

@@ -21,7 +21,7 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark
 from klear_core.errors import ResourceError
 from klear_core.evaluate.counts import AnswerCounts, tally
-from klear_core.evaluate.sample import EngineAnswers, PlannedAnswer, in_prompt, judged, sampling_params
+from klear_core.evaluate.sample import EngineAnswerer, PlannedAnswer, in_prompt, judged, sampling_params
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import EngineSpec, StartSampler, running, start_here
 from klear_core.prompts import load_tokenizer, opening_of, render_prompt
@@ -89,20 +89,20 @@ class CheckpointInlineEval:
                 planned.append(
                     PlannedAnswer(benchmark=self.job.source.name, problem=problem, decoding="sampled", sample_idx=i)
                 )
-        answers = EngineAnswers(engine=engine, render=self.render, opening=self.opening)
+        answerer = EngineAnswerer(engine=engine, render=self.render, opening=self.opening)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(answers, answer)) for answer in planned]
+                tasks = [group.create_task(self._answer(answerer, answer)) for answer in planned]
         except ExceptionGroup as errors:
             # The first ended the others. Callers retry and report by an error's type and message, which a group hides.
             raise errors.exceptions[0] from None
         counts = tally([task.result() for task in tasks], self.problems)["sampled"]
         return scores_of(counts, confidence=self.job.confidence)
 
-    async def _answer(self, answers: EngineAnswers, planned: PlannedAnswer) -> EvalSample:
+    async def _answer(self, answerer: EngineAnswerer, planned: PlannedAnswer) -> EvalSample:
         params = sampling_params(self.job.sampling, planned, seed=self.seed)
         question = in_prompt(planned.problem.question, self.job.source.prompt, planned.problem.domain)
-        response = await answers.answer(planned, question, params)
+        response = await answerer.answer(planned, question, params)
         return await judged(planned, question, response, self.judge)
 
 

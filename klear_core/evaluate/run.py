@@ -25,7 +25,7 @@ from klear_core.config.evaluate import EvaluateConfig, ServedModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import ProblemCounts, tally, write_clusters
-from klear_core.evaluate.sample import AnswerWorker, Benchmark, EngineAnswers, EvalSetup, plan_answers, plan_suite
+from klear_core.evaluate.sample import AnswerWorker, Benchmark, EngineAnswerer, EvalSetup, plan_answers, plan_suite
 from klear_core.evaluate.score import (
     fence_note,
     judge_record,
@@ -120,7 +120,7 @@ def answer_suite(
     async def run(judge: Judge) -> EngineStats | None:
         async with running(compute.start_sampler, spec) as sampler:
             setup = EvalSetup(
-                answers=EngineAnswers(engine=sampler.engine, render=render, opening=opening_of(tokenizer)),
+                answerer=EngineAnswerer(engine=sampler.engine, render=render, opening=opening_of(tokenizer)),
                 judge=judge,
                 section=compute.section,
                 max_sampling=sampler.limit,
@@ -152,7 +152,7 @@ async def answer_benchmarks(
         log.info("evaluate: %d of %d shards were finished by an earlier run", len(shards) - len(todo), len(shards))
     num_requests = sum(answer.earlier is None for shard in todo for answer in shard.items)
     gate = LongestFirst(setup.max_sampling, num_requests=num_requests)
-    setup.answers.expect(num_requests)
+    setup.answerer.expect(num_requests)
     run = AnswerWorker(cfg, suite, setup, gate, seed=seed, telemetry=telemetry)
     # Before anything is sampled: answers that failed in an earlier run count for `max_unscored_rate` as well.
     for shard in shards:

@@ -196,7 +196,7 @@ def _sampled_by(result_config: Mapping[str, Any]) -> list[Any]:
     return [result_config["seed"], evaluate["sampling"], evaluate["engine"]]
 
 
-class Answers(Protocol):
+class Answerer(Protocol):
     """Answers questions: engines that have the model, or endpoints that serve it."""
 
     def expect(self, num_requests: int) -> None:
@@ -209,8 +209,8 @@ class Answers(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAnswers:
-    """Answers of an engine, or a pool of them."""
+class EngineAnswerer:
+    """Answers questions with an engine, or a pool of them."""
 
     engine: InferenceEngine
     render: Callable[[str], tuple[int, ...]]
@@ -241,14 +241,14 @@ class EngineAnswers:
 class EvalSetup:
     """Name what answers and judges in an evaluation; tests pass fakes for them."""
 
-    answers: Answers
+    answerer: Answerer
     judge: Judge
     section: str = "evaluate"
     """Section of the settings, for messages."""
     max_sampling: int = 1024
     """Answers that are sampled at a time."""
     num_engines: int = 1
-    """Engines behind `answers`."""
+    """Engines behind `answerer`."""
 
 
 class AnswerWorker:
@@ -303,7 +303,7 @@ class AnswerWorker:
         if response is None:
             async with self.gate.slot(key):
                 # The slot covers sampling alone: an answer that waits for its judge keeps no room in the engine.
-                response = await self.setup.answers.answer(planned, question, params)
+                response = await self.setup.answerer.answer(planned, question, params)
             if response is None:
                 return None
             self.gate.record(key, response.num_tokens)

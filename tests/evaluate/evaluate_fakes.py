@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from klear_core.evaluate.sample import EngineAnswers, EvalSetup
+from klear_core.evaluate.sample import EngineAnswerer, EvalSetup
 from klear_core.generate.engine import SamplingParams
 from klear_core.types import (
     Completion,
@@ -103,5 +103,5 @@ class FakeJudge:
 
 def make_exam(engine: FakeEngine | None = None, judge: FakeJudge | None = None) -> EvalSetup:
     return EvalSetup(
-        answers=EngineAnswers(engine=engine or FakeEngine(), render=render), judge=(judge or FakeJudge()).judge_async
+        answerer=EngineAnswerer(engine=engine or FakeEngine(), render=render), judge=(judge or FakeJudge()).judge_async
     )

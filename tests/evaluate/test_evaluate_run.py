@@ -18,7 +18,7 @@ from klear_core.config.stage import EvaluateJob
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
 from klear_core.evaluate.run import answer_benchmarks, report_scores
-from klear_core.evaluate.sample import NO_EARLIER, Benchmark, EngineAnswers, EvalSetup, earlier_answers
+from klear_core.evaluate.sample import NO_EARLIER, Benchmark, EngineAnswerer, EvalSetup, earlier_answers
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import LocalMember, RestartLimit
 from klear_core.generate.pool import EnginePool
@@ -46,8 +46,8 @@ def samples(workdir: Path) -> list[EvalSample]:
 
 
 def test_a_response_begins_with_what_its_prompt_opened(tmp_path: Path) -> None:
-    answers = EngineAnswers(engine=FakeEngine(), render=render, opening="<think>\n")
-    run(tmp_path, dataclasses.replace(make_exam(), answers=answers))
+    answerer = EngineAnswerer(engine=FakeEngine(), render=render, opening="<think>\n")
+    run(tmp_path, dataclasses.replace(make_exam(), answerer=answerer))
     assert {s.response.startswith("<think>\nanswer ") for s in samples(tmp_path)} == {True}
 
 
@@ -275,7 +275,7 @@ def test_engines_are_closed_after_the_last_answer_while_judges_work(tmp_path: Pa
         pool = EnginePool([LocalMember("engine 0", build, limit=4)], RestartLimit(0, window_s=1, key="none").count)
         await pool.start()
         inline_eval = dataclasses.replace(
-            make_exam(judge=SlowJudge()), answers=EngineAnswers(engine=pool, render=render)
+            make_exam(judge=SlowJudge()), answerer=EngineAnswerer(engine=pool, render=render)
         )
         cfg = CFG.model_copy(update={"runtime": EvaluateRuntime(max_in_flight=100)})
         answering = answer_benchmarks(cfg, (TOY,), inline_eval, seed=3, workdir=tmp_path, telemetry=NullTelemetry())

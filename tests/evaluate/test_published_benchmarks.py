@@ -14,7 +14,7 @@ from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.evaluate.run import answer_benchmarks, report_scores
-from klear_core.evaluate.sample import Benchmark, EngineAnswers, EvalSetup, read_suite
+from klear_core.evaluate.sample import Benchmark, EngineAnswerer, EvalSetup, read_suite
 from klear_core.generate.engine import SamplingParams
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import render_response
@@ -89,7 +89,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EvalReport]:
     cfg = EvaluateConfig(max_unscored_rate=0.0)
     with JudgePool(VerifyConfig()) as judges:
         inline_eval = EvalSetup(
-            answers=EngineAnswers(engine=KeyEngine(key_of(suite)), render=render), judge=judges.judge_async
+            answerer=EngineAnswerer(engine=KeyEngine(key_of(suite)), render=render), judge=judges.judge_async
         )
         asyncio.run(answer_benchmarks(cfg, suite, inline_eval, seed=0, workdir=folder, telemetry=NullTelemetry()))
     report_scores(cfg, suite, VerifyConfig(), seed=0, workdir=folder, telemetry=NullTelemetry())

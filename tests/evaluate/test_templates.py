@@ -17,7 +17,7 @@ from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.settings import config_digest
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.run import answer_benchmarks, report_scores
-from klear_core.evaluate.sample import Benchmark, EngineAnswers
+from klear_core.evaluate.sample import Benchmark, EngineAnswerer
 from klear_core.generate.engine import SamplingParams
 from klear_core.metrics import NullTelemetry
 from klear_core.scores import EvalReport, read_reports
@@ -52,8 +52,8 @@ def evaluated(workdir: Path, **settings: object) -> tuple[EvalReport, Wording]:
     cfg = EvaluateConfig.model_validate(settings)
     engine = Wording()
     inline_eval = make_exam(judge=FakeJudge(right_if_terse))
-    answers = EngineAnswers(engine=engine, render=lambda question: tuple(question.encode()))
-    inline_eval = dataclasses.replace(inline_eval, answers=answers)
+    answerer = EngineAnswerer(engine=engine, render=lambda question: tuple(question.encode()))
+    inline_eval = dataclasses.replace(inline_eval, answerer=answerer)
     telemetry = NullTelemetry()
     asyncio.run(answer_benchmarks(cfg, (TOY,), inline_eval, seed=3, workdir=workdir, telemetry=telemetry))
     summary = report_scores(cfg, (TOY,), VerifyConfig(), seed=3, workdir=workdir, telemetry=telemetry)
@@ -110,8 +110,8 @@ def test_a_killed_run_resumes_in_the_middle_of_the_templates(tmp_path: Path) -> 
     cfg = EvaluateConfig.model_validate(settings)
     engine = Wording()
     inline_eval = make_exam(judge=FakeJudge(right_if_terse))
-    answers = EngineAnswers(engine=engine, render=lambda question: tuple(question.encode()))
-    inline_eval = dataclasses.replace(inline_eval, answers=answers)
+    answerer = EngineAnswerer(engine=engine, render=lambda question: tuple(question.encode()))
+    inline_eval = dataclasses.replace(inline_eval, answerer=answerer)
     asyncio.run(answer_benchmarks(cfg, (TOY,), inline_eval, seed=3, workdir=tmp_path, telemetry=NullTelemetry()))
     report_scores(cfg, (TOY,), VerifyConfig(), seed=3, workdir=tmp_path, telemetry=NullTelemetry())
     assert engine.questions == ["Solve: 3"] * 4
