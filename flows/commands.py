@@ -270,9 +270,9 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
 
     klear evaluate http://127.0.0.1:8000/v1 --model r1 --benchmarks aime24
     """
-    from flows.evaluate_model import Asked, evaluate_model
+    from flows.evaluate_model import EvaluateOptions, evaluate_model
 
-    asked = Asked(
+    options = EvaluateOptions(
         model=model,
         model_name=model_name,
         benchmarks=benchmarks or [],
@@ -285,7 +285,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
         overrides=overrides or [],
         root=root,
     )
-    evaluate_model(asked)
+    evaluate_model(options)
 
 
 # ---- look ----

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from flows.curate_files import shown_progress
 from flows.environment import StageSelection, profile_folder
-from flows.run import carry_out, made
+from flows.run import carry_out, make_or_reuse
 from flows.show import FoundModel, find_model
 from flows.stored_answers import newest_evaluation
 from klear_core.artifacts.hub import commit_of
@@ -67,7 +67,7 @@ _ROWS = ("given.curate", "given.curate_rl", "given.distill")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class EvaluateOptions:
     """The options of `klear evaluate`."""
 
     model: str
@@ -84,24 +84,24 @@ class Asked:
     root: Path
 
 
-def evaluate_model(asked: Asked) -> None:
+def evaluate_model(options: EvaluateOptions) -> None:
     """Evaluate the model and print its scores; resume what an earlier such command left unfinished."""
     console = Console(highlight=False, soft_wrap=True)
-    if _is_address(asked.model):
-        carry_out(evaluation_config(asked, {}), StageSelection())
-        _print_answers_line(asked.root, console)
+    if _is_address(options.model):
+        carry_out(evaluation_config(options, {}), StageSelection())
+        _print_answers_line(options.root, console)
         return
-    if asked.model_name is not None:
-        raise ConfigError(f"--model {asked.model_name}: {asked.model} is no address of a server, http://...")
-    found = find_model(asked.model, asked.root, console)
-    taken = None if asked.profile is not None or found.artifact is None else settings_of(found.artifact)
-    config = evaluation_config(asked, found.as_given(), taken)
-    if taken is not None:
-        console.print(_taken_line(taken, config), markup=False)
+    if options.model_name is not None:
+        raise ConfigError(f"--model {options.model_name}: {options.model} is no address of a server, http://...")
+    found = find_model(options.model, options.root, console)
+    inherited = None if options.profile is not None or found.artifact is None else settings_of(found.artifact)
+    config = evaluation_config(options, found.as_given(), inherited)
+    if inherited is not None:
+        console.print(_inherited_line(inherited, config), markup=False)
     if found.artifact is not None:
         config = compared_with_training(config, found.artifact, console)
     carry_out(config, StageSelection())
-    _print_answers_line(asked.root, console)
+    _print_answers_line(options.root, console)
 
 
 def _print_answers_line(root: Path, console: Console) -> None:
@@ -112,16 +112,19 @@ def _is_address(model: str) -> bool:
     return model.startswith(("http://", "https://"))
 
 
-def _served(asked: Asked) -> dict[str, Any]:
+def _served(options: EvaluateOptions) -> dict[str, Any]:
     """Return the engine that is a server at the address asked for."""
-    if not asked.model_name:
-        raise ConfigError(f"{asked.model} is a server: name its model, --model NAME, as {asked.model}/models lists it")
-    if asked.engine != "auto":
-        raise ConfigError(f"--engine {asked.engine}: the model at {asked.model} is served there, by whatever engine")
-    return {"kind": "served", "base_url": asked.model, "model": asked.model_name}
+    model = options.model
+    if not options.model_name:
+        raise ConfigError(f"{model} is a server: name its model, --model NAME, as {model}/models lists it")
+    if options.engine != "auto":
+        raise ConfigError(f"--engine {options.engine}: the model at {model} is served there, by whatever engine")
+    return {"kind": "served", "base_url": model, "model": options.model_name}
 
 
-def evaluation_config(asked: Asked, given: Mapping[str, Any], taken: Taken | None = None) -> PipelineConfig:
+def evaluation_config(
+    options: EvaluateOptions, given: Mapping[str, Any], inherited: InheritedSettings | None = None
+) -> PipelineConfig:
     """Return the config of a run that scores a given model alone, or the one at an address; `given` is then empty.
 
     ConfigError names a benchmark that is not there.
@@ -132,25 +135,25 @@ def evaluation_config(asked: Asked, given: Mapping[str, Any], taken: Taken | Non
     tree: dict[str, Any] = {"name": "evaluate"}
     if given:
         tree["given"] = {"evaluate": dict(given)}
-    if asked.profile is not None:
-        profile = read_profile(profile_folder(asked.profile))
+    if options.profile is not None:
+        profile = read_profile(profile_folder(options.profile))
         tree |= {key: profile[key] for key in _SECTIONS if key in profile}
-    if taken is not None:
-        tree |= taken.sections
-    tree["benchmarks"] = _benchmarks(asked, tree.get("benchmarks", []))
-    tree["workspace"] = {"root": str(asked.root)}
+    if inherited is not None:
+        tree |= inherited.sections
+    tree["benchmarks"] = _benchmarks(options, tree.get("benchmarks", []))
+    tree["workspace"] = {"root": str(options.root)}
     # A profile has chosen its engine; "auto" looks at the model only where there is none.
-    has_engine = asked.profile is not None or taken is not None
-    engine = _engine(asked.engine, given) if given and (not has_engine or asked.engine != "auto") else None
+    has_engine = options.profile is not None or inherited is not None
+    engine = _engine(options.engine, given) if given and (not has_engine or options.engine != "auto") else None
     if engine is not None:
         tree = apply_override(tree, f"evaluate.engine.kind={engine}")
     if not given:
-        tree["evaluate"] = {**tree.get("evaluate", {}), "engine": _served(asked)}
-    max_tokens = asked.max_tokens or (_tokens_of_window(given) if given and not has_engine else None)
+        tree["evaluate"] = {**tree.get("evaluate", {}), "engine": _served(options)}
+    max_tokens = options.max_tokens or (_tokens_of_window(given) if given and not has_engine else None)
     if max_tokens is not None:
         tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={max_tokens}")
-    _refuse_unused(asked.overrides)
-    for override in asked.overrides:
+    _refuse_unused(options.overrides)
+    for override in options.overrides:
         tree = apply_override(tree, override)
     return validate(tree, origin="klear evaluate")
 
@@ -183,22 +186,22 @@ def _refuse_unused(overrides: Sequence[str]) -> None:
         )
 
 
-def _benchmarks(asked: Asked, there: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _benchmarks(options: EvaluateOptions, there: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings of the benchmarks asked for: files, known names, or names of those given here.
 
     Without any asked for, the latter: of the profile, or of the model's last evaluation.
     """
-    if not asked.benchmarks and not there:
+    if not options.benchmarks and not there:
         raise ConfigError("klear evaluate: name what to score it on: --benchmarks FILE, or a name such as aime24")
     # a known benchmark has its own name if a profile gives it none
     named = {str(benchmark.get("name") or benchmark.get("known")): dict(benchmark) for benchmark in there}
-    chosen = [_benchmark(name, named) for name in asked.benchmarks] or list(named.values())
-    if asked.num_samples is not None:
-        chosen = [benchmark | {"num_samples": asked.num_samples} for benchmark in chosen]
-    if asked.prompt is not None:
-        chosen = [benchmark | {"prompt": asked.prompt} for benchmark in chosen]
-    if asked.num_problems is not None:
-        chosen = [_part(benchmark, asked.num_problems) for benchmark in chosen]
+    chosen = [_benchmark(name, named) for name in options.benchmarks] or list(named.values())
+    if options.num_samples is not None:
+        chosen = [benchmark | {"num_samples": options.num_samples} for benchmark in chosen]
+    if options.prompt is not None:
+        chosen = [benchmark | {"prompt": options.prompt} for benchmark in chosen]
+    if options.num_problems is not None:
+        chosen = [_part(benchmark, options.num_problems) for benchmark in chosen]
     return chosen
 
 
@@ -260,14 +263,14 @@ def _as_name(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class InheritedSettings:
     """Settings for the evaluation of a model of this workspace, and where they were taken from."""
 
     sections: Mapping[str, Any]
     origin: str
 
 
-def settings_of(artifact: Path) -> Taken | None:
+def settings_of(artifact: Path) -> InheritedSettings | None:
     """Return the settings with which a model was scored last or, if it never was, with which it was trained by RL.
 
     None if it was neither, or by a version whose settings are not these.
@@ -283,22 +286,22 @@ def settings_of(artifact: Path) -> Taken | None:
             "evaluate": evaluate.model_dump(mode="json"),
             **sections_of_evaluation(verify),
         }
-        return Taken(sections=sections, origin=f"its evaluation {scored.fingerprint[:8]}")
+        return InheritedSettings(sections=sections, origin=f"its evaluation {scored.fingerprint[:8]}")
     with suppress(ArtifactError, KeyError, ValidationError):
         trained = read_manifest(artifact)
         rollout = RlConfig.model_validate(trained.config["rl"]).rollout
-        return Taken(
+        return InheritedSettings(
             sections={"evaluate": rollout.model_dump(mode="json", include={"sampling", "engine"})},
             origin=f"its training {trained.fingerprint[:8]}",
         )
     return None
 
 
-def _taken_line(taken: Taken, config: PipelineConfig) -> str:
+def _inherited_line(inherited: InheritedSettings, config: PipelineConfig) -> str:
     sampling, engine = config.evaluate.sampling, config.evaluate.engine.kind
-    judges = ", judge settings" if "verify" in taken.sections else ""
+    judges = ", judge settings" if "verify" in inherited.sections else ""
     return (
-        f"taken    from {taken.origin}: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
+        f"taken    from {inherited.origin}: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
         f"{sampling.max_new_tokens:,} tokens, engine {engine}{judges}"
     )
 
@@ -481,7 +484,7 @@ def _fetched(found: FoundModel, which: str, root: Path) -> Path:
     tree = {"name": "chat", "given": {"evaluate": found.as_given()}, "workspace": {"root": str(root)}}
     config = validate(tree, origin="klear chat")
     with redirect_stdout(sys.stderr):  # standard output is for answers
-        result, _ = made(config, StageSelection(only="model"))
+        result, _ = make_or_reuse(config, StageSelection(only="model"))
     return model_folder(result.refs["model"].path)
 
 

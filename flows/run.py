@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 def carry_out(config: PipelineConfig, selection: StageSelection) -> None:
     """Make the selected stages or reuse their artifacts, and print the result."""
-    result, num_made = made(config, selection)
+    result, num_made = make_or_reuse(config, selection)
     show_result(config, result, num_made=num_made)
 
 
-def made(config: PipelineConfig, selection: StageSelection) -> tuple[PipelineResult, int]:
+def make_or_reuse(config: PipelineConfig, selection: StageSelection) -> tuple[PipelineResult, int]:
     """Make the selected stages or reuse their artifacts; return the result and how many were made."""
     chosen, again = selection.of(stages_of(config))
     require_ready(config, chosen, again=again)  # the flow checks again, but only after seconds of imports

@@ -21,7 +21,7 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark
 from klear_core.errors import ResourceError
 from klear_core.evaluate.counts import AnswerCounts, tally
-from klear_core.evaluate.sample import EngineAnswerer, PlannedAnswer, in_prompt, judged, sampling_params
+from klear_core.evaluate.sample import EngineAnswerer, PlannedAnswer, in_prompt, judge_response, sampling_params
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.factory import EngineSpec, StartSampler, running, start_here
 from klear_core.prompts import load_tokenizer, opening_of, render_prompt
@@ -103,7 +103,7 @@ class CheckpointInlineEval:
         params = sampling_params(self.job.sampling, planned, seed=self.seed)
         question = in_prompt(planned.problem.question, self.job.source.prompt, planned.problem.domain)
         response = await answerer.answer(planned, question, params)
-        return await judged(planned, question, response, self.judge)
+        return await judge_response(planned, question, response, self.judge)
 
 
 async def score_with(

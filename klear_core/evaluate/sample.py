@@ -148,7 +148,7 @@ def plan_answers(
 
 
 def _with_earlier(answer: PlannedAnswer, cfg: EvaluateConfig, earlier: EarlierAnswers) -> PlannedAnswer:
-    key = (answer.benchmark, asked(answer, cfg), answer.decoding, answer.sample_idx)
+    key = (answer.benchmark, prompted_question(answer, cfg), answer.decoding, answer.sample_idx)
     return replace(answer, earlier=earlier.responses.get(key))
 
 
@@ -298,7 +298,7 @@ class AnswerWorker:
         params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
         # All benchmarks are one queue, so that the engine runs empty only at the end of the last one.
         key = (planned.benchmark, planned.problem.problem_id)
-        question = asked(planned, self.cfg)
+        question = prompted_question(planned, self.cfg)
         response = planned.earlier
         if response is None:
             async with self.gate.slot(key):
@@ -307,7 +307,7 @@ class AnswerWorker:
             if response is None:
                 return None
             self.gate.record(key, response.num_tokens)
-        sample = await judged(planned, question, response, self.setup.judge)
+        sample = await judge_response(planned, question, response, self.setup.judge)
         self._count(sample)
         return sample
 
@@ -330,7 +330,7 @@ class AnswerWorker:
             )
 
 
-async def judged(planned: PlannedAnswer, question: str, response: Response, judge: Judge) -> EvalSample:
+async def judge_response(planned: PlannedAnswer, question: str, response: Response, judge: Judge) -> EvalSample:
     """Judge a response to a question, and return it with the verdict."""
     problem = planned.problem
     return EvalSample(
@@ -369,7 +369,7 @@ def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -
     return replace(params, temperature=0.0, top_p=1.0, top_k=0) if planned.decoding == "greedy" else params
 
 
-def asked(planned: PlannedAnswer, cfg: EvaluateConfig) -> str:
+def prompted_question(planned: PlannedAnswer, cfg: EvaluateConfig) -> str:
     """Return the question of an answer in the prompt that it is asked in: a template, or the benchmark's own."""
     question = planned.problem.question
     # not str.format: templates have the braces of \boxed{}

@@ -10,7 +10,7 @@ import pytest
 from klear_command import Klear
 from stored_evaluations import RIGHT, evaluation, made_model, said, sample
 
-from flows.evaluate_model import Asked, evaluation_config
+from flows.evaluate_model import EvaluateOptions, evaluation_config
 from klear_core.config.evaluate import ServedModelConfig, VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import TinyModelConfig
@@ -25,7 +25,7 @@ def config(tmp_path: Path, *benchmarks: str, model_type: str = "qwen3", **option
     hf = values | {"model_type": model_type, "vocab_size": 8, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     fields = {"profile": None, "num_samples": None, "max_tokens": None, "engine": "auto", "overrides": ()} | options
-    asked = Asked(model="m", benchmarks=benchmarks, root=tmp_path / "ws", **fields)  # type: ignore[arg-type]
+    asked = EvaluateOptions(model="m", benchmarks=benchmarks, root=tmp_path / "ws", **fields)  # type: ignore[arg-type]
     return evaluation_config(asked, {"kind": "folder", "path": str(tmp_path)})
 
 
@@ -120,13 +120,13 @@ def test_what_is_no_model_is_refused_before_anything_starts(klear: Klear, tmp_pa
 
 
 def test_a_model_at_an_address_is_named_there_and_sampled_by_its_server(tmp_path: Path) -> None:
-    fields = {"profile": None, "num_samples": 2, "max_tokens": 99, "engine": "auto"}
+    fields = {"profile": None, "num_samples": 2, "max_tokens": 99, "engine": "auto", "root": tmp_path}
     file = tmp_path / "mine.jsonl"
     file.write_text("{}\n")
 
     def asked(**changes: object) -> PipelineConfig:
         options = {"model_name": "r1", "overrides": ["evaluate.engine.api_key_env=KEY"], **fields, **changes}
-        at = Asked(model="http://host/v1", benchmarks=[str(file)], root=tmp_path, **options)  # type: ignore[arg-type]
+        at = EvaluateOptions(model="http://host/v1", benchmarks=[str(file)], **options)  # type: ignore[arg-type]
         return evaluation_config(at, {})
 
     engine = asked().evaluate.engine

@@ -10,7 +10,7 @@ from manifests import manifest
 from rich.console import Console
 from stored_evaluations import RIGHT, evaluation, said, sample
 
-from flows.evaluate_model import Asked, compared_with_training, evaluation_config, settings_of
+from flows.evaluate_model import EvaluateOptions, compared_with_training, evaluation_config, settings_of
 from klear_core.artifacts.manifest import InputRecord, read_manifest
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
@@ -58,7 +58,7 @@ def config(tmp_path: Path, artifact: Path, *questions: str, **options: object) -
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in questions))
     fields = {"profile": None, "num_samples": None, "max_tokens": None, "engine": "auto", "overrides": ()} | options
-    asked = Asked(model="rl", benchmarks=[str(file)], root=tmp_path, **fields)  # type: ignore[arg-type]
+    asked = EvaluateOptions(model="rl", benchmarks=[str(file)], root=tmp_path, **fields)  # type: ignore[arg-type]
     return evaluation_config(asked, {"kind": "folder", "path": str(artifact / "model")}, settings_of(artifact))
 
 
@@ -99,7 +99,7 @@ def test_a_benchmark_of_its_last_evaluation_goes_by_its_name(tmp_path: Path) -> 
     (record,) = [record for record in read_manifest(scored.path).inputs if record.role == "model"]
     model = tmp_path / "artifacts" / record.kind / record.fingerprint
     for names in (["toy"], []):
-        asked = Asked(
+        asked = EvaluateOptions(
             model="rl",
             benchmarks=names,
             profile=None,
