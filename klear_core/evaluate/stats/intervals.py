@@ -9,8 +9,9 @@ Two intervals belong to each score, because it can be asked for two things:
 
 The unit of the second is the problem, because samples of one problem are correlated; where problems come in clusters
 (the problems of a contest, of a subject, of a template), it is the cluster. No interval over problems can be narrow and
-also safe against changes that no drawn problem shows. docs/data/intervals.md has the formulas, which are called
-A to D there and below, and the simulations by which they were chosen.
+also safe against changes that no drawn problem shows. docs/data/intervals.md has the formulas, and the simulations by
+which they were chosen. It has letters for them: of a difference, A is the re-run interval and B the one over new
+problems; of the score of one model, C and D are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _Z_95 = 1.959964
-"""Standard normal quantile at which the floor of B was calibrated."""
+"""Standard normal quantile at which the floor of a difference over new problems was calibrated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewProblems:
-    """Interval B for a paired difference over new problems."""
+    """The interval of a paired difference over new problems (B)."""
 
     range: Range
     floor_binds: bool
@@ -145,7 +146,7 @@ def _noise(num: int, right: int, k: int) -> float:
 
 
 def rerun_interval(estimates: Estimates, *, confidence: float) -> Range:
-    """Return interval C: a Wilson interval stratified by problem, for the same problems with other samples.
+    """Return the re-run interval of a score (C): a Wilson interval stratified by problem, for other samples.
 
     Its centre moves by the skewness of the noise, as Wilson's does for one binomial. Problems with too few samples for
     a variance of their own share one, which is never too small.
@@ -167,12 +168,12 @@ def rerun_interval(estimates: Estimates, *, confidence: float) -> Range:
 
 
 def new_problems_interval(estimates: Estimates, *, confidence: float) -> Range:
-    """Return interval D: that of Agresti and Coull (1998) with Student's t and the effective number of problems.
+    """Return the interval of a score over new problems (D).
 
-    It is for other problems of this kind. The design effect compares the spread of the problems with that of a
-    binomial, after half a problem that is never solved and half a one that always is are added. Wilson's interval has
-    the same centre and is slightly narrower, but it contains a score near 0 or 1 too seldom: in 86 of 100 cases at
-    worst for 30 problems that are solved always or never.
+    It is that of Agresti and Coull (1998) with Student's t and the effective number of problems. The design effect
+    compares the spread of the problems with that of a binomial, after half a problem that is never solved and half a
+    one that always is are added. Wilson's interval has the same centre and is slightly narrower, but it contains a
+    score near 0 or 1 too seldom: in 86 of 100 cases at worst for 30 problems that are solved always or never.
 
     With clusters the design effect grows by as much as the variance of the mean does (Kish 1965), and the interval has
     the ends that lie farther out of the two.
@@ -246,7 +247,7 @@ def _skew(centred: Floats) -> float:
 
 
 def paired_rerun_interval(before: Estimates, after: Estimates, *, confidence: float) -> Range:
-    """Return interval A for after minus before, for the same problems with other samples of both models.
+    """Return the re-run interval of after minus before (A), for other samples of both models on the same problems.
 
     It is the normal interval of the sampling noise plus one answer of each model, so that unanimous problems do not
     make it collapse.
@@ -266,7 +267,7 @@ def paired_rerun_interval(before: Estimates, after: Estimates, *, confidence: fl
 
 
 def paired_new_problems_interval(before: Estimates, after: Estimates, *, confidence: float) -> NewProblems:
-    """Return interval B for after minus before, for other problems of this kind.
+    """Return the interval of after minus before over new problems (B): over others of this kind.
 
     Student's t over the problems' differences, stretched to the side of their skewness (Johnson 1978), with a half
     width of at least 2/P at 95 %: a draw of P problems can miss a change that affects up to 2 in P of all problems.
@@ -290,7 +291,7 @@ def paired_new_problems_interval(before: Estimates, after: Estimates, *, confide
 
 
 def least_half_width(num_problems: int, *, confidence: float) -> float:
-    """Return the floor of interval B: 2/P at 95 %."""
+    """Return the least half width of a difference over new problems (the floor of B): 2/P at 95 %."""
     return 2 / num_problems * _normal_quantile(confidence) / _Z_95
 
 

@@ -442,7 +442,7 @@ def _student_p(difference: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _lower_ends(difference: npt.NDArray[np.float64], *, confidence: float) -> npt.NDArray[np.float64]:
-    """Return the lower end of interval B of each row; see `intervals.paired_new_problems_interval`."""
+    """Return each row's lower end over new problems (B); see `intervals.paired_new_problems_interval`."""
     from scipy.special import ndtri, stdtrit
 
     num = difference.shape[1]

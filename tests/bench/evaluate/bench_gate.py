@@ -140,7 +140,9 @@ def false_gains(num_problems: int, num_samples: Sequence[int], kind: str = "equa
 def clustered(
     num_problems: int, n: int, size: int, *, between: float, within: float, effect: float
 ) -> Mapping[str, float]:
-    """Return how often B and D hold the truth and the test errs, without and with clusters of uneven sizes.
+    """Return how often intervals over new problems hold the truth and the test errs, without and with uneven clusters.
+
+    The intervals are those of a difference (B) and of a score (D).
 
     Difficulties in logits have a standard deviation of `between` over clusters and `within` in them; the models differ
     by cluster with the standard deviation `effect`, and not on average.

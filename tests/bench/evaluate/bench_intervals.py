@@ -75,7 +75,10 @@ class Cell:
 
 
 def coverage(cell: Cell, *, num_runs: int) -> Mapping[str, float]:
-    """Return the share of replications in which each interval, A to D, holds its true value."""
+    """Return the share of replications in which each interval holds its true value.
+
+    A and B are of a difference, C and D of a score; A and C for a re-run, B and D over new problems.
+    """
     draw = np.random.default_rng(seed_for(0, "bench/intervals", str(cell)))
     many = CHANGES[cell.change](draw, SHAPES[cell.shape](draw, 400_000))
     truth = [float(np.mean(_pass_rate(p, cell.k))) for p in many]
@@ -211,8 +214,8 @@ def measure() -> list[dict[str, object]]:
 
 NUM_RUNS = 2000
 SLACK = {"A": 0.03, "B": 0.03, "C": 0.02, "D": 0.02}
-"""Least coverage below the level: 0.02 of A and B, 0.01 of C and D, and 0.01 for the least of many cells, each of which
-has a standard error of 0.005."""
+"""Least coverage below the level: 0.02 of differences (A, B), 0.01 of scores (C, D), and 0.01 for the least of many
+cells, each of which has a standard error of 0.005."""
 
 
 def _measure(name: str, value: float, target: float) -> dict[str, object]:
