@@ -293,7 +293,8 @@ class JudgedAnswer:
     text: str
     """The complete model output, think tags included."""
     score: float
-    """The verdict's score: 1 for a right answer, 0 for a wrong or missing one."""
+    """The verdict's score: 1 for a right answer, 0 for a wrong or missing one. Between them are programs, with the
+    share of their tests that they passed (unless `code.score` is `hard`), and what judges of the user's own give."""
     num_tokens: int
     finish_reason: FinishReason
 

@@ -285,7 +285,7 @@ def opd(job: OpdJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> 
 
 @stage
 def rl(job: RlJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Train `model` on `problems` with GPPO; learner and rollout workers are Ray actors."""
+    """Train `model` on `problems` with RL; learner ranks and engines are Ray actors."""
     from klear_core.cluster.rl_workers import RayWorkers
     from klear_core.evaluate.inline_eval import open_inline_eval
     from klear_core.rl.interfaces import RlSetup

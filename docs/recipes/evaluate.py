@@ -16,7 +16,7 @@ def main(model: Path, exam: Path, out: Path) -> None:
     suite = [klear.Benchmark(name="exam", problems=tuple(questions), num_samples=4)]
     cfg = klear.EvaluateConfig(
         sampling={"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 32},  # 32,768 for a reasoning model
-        # engine={"kind": "vllm"} for other models than Qwen3's family
+        # engine={"kind": "vllm"} for other models than Llama, Qwen2 and Qwen3
     )
     klear.evaluate_model(cfg, klear.VerifyConfig(tags="none"), suite, model=model, workdir=out)
     (report,) = klear.read_reports(out)

@@ -79,7 +79,7 @@ class Benchmark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAnswer:
-    """One answer to sample."""
+    """One answer to judge, and to sample first unless an earlier evaluation has its response."""
 
     benchmark: str
     problem: Problem

@@ -3,7 +3,7 @@
 They go to the other engines first, so that one that keeps dying does not use up their tries. Samples depend on a
 request's own seed and not on the engine, so that a repeated request gives what the first would have given. Engines that
 wait for GPUs join when they are up, and those that the last requests leave idle are closed. The pool knows no
-processes: those of Ray are in `klear_core.cluster`, endpoints and local engines in `members`.
+processes: those of Ray are in `klear_core.cluster`, endpoints and local engines in `factory.py`.
 """
 
 from __future__ import annotations

@@ -187,7 +187,8 @@ async def run_steps(
                 oldest = step - cfg.max_staleness
                 samples = to_samples(collected.kept, cfg, oldest_allowed=oldest)
                 rows = samples.rows if teacher is None else await teacher(samples.rows)
-                # No request is running now: the config refuses sleeping engines with `max_staleness` above 0.
+                # No request is running now: the config refuses sleeping engines that sample while the learner works,
+                # and in mode `delayed` `Lookahead.next` has waited for all batches.
                 if sleeper is not None:
                     await evals.finish()
                     await sleeper.sleep()

@@ -5,9 +5,9 @@ plain numbers computed from a bounded log-ratio:
 
     loss = -A * (surrogate + F * (logp - logp.detach()))      so that its gradient is -F * A * grad(logp)
 
-Only `token_loss` attaches the gradient, so no overflow can produce a NaN. The losses differ in F alone. In this table r
-is the ratio of new to old probability, A the advantage, el and eh are eps_low and eps_high, bl and bh beta_low and
-beta_high, n and m low_power and high_root of dgpo, c is dual_clip or (aspo) max_weight:
+Only `token_loss` attaches the gradient, so no overflow can produce a NaN. The losses' gradients differ in F alone. In
+this table r is the ratio of new to old probability, A the advantage, el and eh are eps_low and eps_high, bl and bh
+beta_low and beta_high, n and m low_power and high_root of dgpo, c is dual_clip or (aspo) max_weight:
 
 | F               | r < 1-el, A > 0 | r < 1-el, A < 0 | inside      | r > 1+eh, A > 0 | r > 1+eh, A < 0 |
 |-----------------|-----------------|-----------------|-------------|-----------------|-----------------|
@@ -82,7 +82,7 @@ class TrainBatch:
     ref_logp_N: Tensor
     """Log-probs under the frozen initial model; NaN without a KL term."""
     old_entropy_N: Tensor
-    """Entropy of the old policy over the vocabulary, nats; read only by ERC, NaN without it."""
+    """Entropy of the old policy over the vocabulary, nats, for ERC alone; NaN without old log-probs of the learner."""
     advantage_N: Tensor
     """The rewards' advantage; `token_loss` adds the teacher's."""
     teacher_logp_N: Tensor

@@ -47,7 +47,8 @@ class StepRollouts:
     kept: tuple[RolloutGroup, ...]
     """Groups to train on, at most `groups_per_step`, without their unusable answers."""
     drops: DropCounts
-    """Counts of all prompts and answers that are not in `kept`."""
+    """Counts of the prompts and answers that are not in `kept`, by reason; with a curriculum also of all drawn prompts,
+    by pool. `StepLog.log` adds those of `kept`, trained or not."""
     position: int
     """Position of the prompt stream after this step's prompts."""
     seconds: float
@@ -69,7 +70,7 @@ async def no_rewards(_problem: Problem, _completion: Completion, _verdict: Verdi
 
 
 class RolloutClient:
-    """Sample and judge single answers, and notice when neither makes progress."""
+    """Sample and judge single answers, and tell what is finished and what is pending."""
 
     def __init__(
         self,

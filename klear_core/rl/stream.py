@@ -40,9 +40,10 @@ _LEAST = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Counts of a problem's right and judged answers, faded as of the step of its last group."""
+    """Counts of a problem's positive and judged answers, faded as of the step of its last group."""
 
     right: float
+    """Answers that are right and well-formed; of a tag, those that are right."""
     judged: float
     step: int
 

@@ -45,7 +45,10 @@ Counters = Mapping[str, int | float]
 
 
 class Checkpoints:
-    """Save and load the checkpoints of one stage in one folder. Every rank must make the same calls in order."""
+    """Save and load the checkpoints of one stage in one folder. Every rank must make the same calls in order.
+
+    A step is an update of SFT, or an RL step with all its updates.
+    """
 
     def __init__(self, folder: Path, cfg: CheckpointConfig, world: World) -> None:
         self.folder = folder
@@ -61,11 +64,11 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state after `step` finished updates is to be saved."""
+        """Return whether the state after `step` finished steps is to be saved."""
         return step % self.cfg.every_steps == 0
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, counters: Counters) -> None:
-        """Save the state after `step` updates; with `asynchronous`, a thread writes a copy while training goes on."""
+        """Save the state after `step` steps; with `asynchronous`, a thread writes a copy while training goes on."""
         self.wait()  # one save at a time: all of them use the same temporary folder
         state = state_of(model, optimizer, self.world)
         seal = {"step": step, "counters": dict(counters)}

@@ -211,15 +211,15 @@ def _spell_nonfinite(value: Any) -> Any:
 
 
 def lr_at(step: int, cfg: OptimConfig, num_steps: int) -> float:
-    """Return the learning rate of update `step`, counted from 0.
+    """Return the learning rate of step `step`, counted from 0: an update of SFT, or an RL step with all its updates.
 
     It warms up linearly to `lr`, then follows a cosine that reaches `min_lr_ratio` of it at the last step.
     """
     if step < cfg.warmup_steps:
-        # step + 1, so that the first update has a rate above 0.
+        # step + 1, so that the first step has a rate above 0.
         return cfg.lr * (step + 1) / cfg.warmup_steps
     floor = cfg.lr * cfg.min_lr_ratio
-    left = max(1, num_steps - 1 - cfg.warmup_steps)  # the last update is number num_steps - 1
+    left = max(1, num_steps - 1 - cfg.warmup_steps)  # the last step is number num_steps - 1
     share = min(1.0, (step - cfg.warmup_steps) / left)
     return floor + (cfg.lr - floor) * 0.5 * (1 + math.cos(math.pi * share))
 
