@@ -121,16 +121,23 @@ void pack_right(int64_t terms, int64_t columns, const uint16_t *x, int64_t to_te
         }
 }
 
+// Begin to read `lines` cache lines, which are waited for only by what needs them. Returns the place of those that follow.
+static inline const char *read_ahead(const char *from, int64_t lines) {
+    for (int64_t i = 0; i < lines; i++, from += 64) __builtin_prefetch(from, 0, 2);
+    return from;
+}
+
 // Below, one block of rows times one of columns over num_k tiles of terms: added to sums[32][32], whose rows are `to_row`
-// numbers apart.
+// numbers apart. For each tile and each group of 8 rows `lines` cache lines are read ahead.
 #if defined(__AVX512BF16__)
-static void block_on_vectors(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row) {
+static void block_on_vectors(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, const char *ahead, int64_t lines) {
     for (int first = 0; first < BLOCK; first += 8) {
         __m512 sum[8][2];
         for (int i = 0; i < 8; i++)
             for (int t = 0; t < 2; t++) sum[i][t] = _mm512_loadu_ps(sums + (first + i) * to_row + t * 16);
         for (int64_t kb = 0; kb < num_k; kb++) {
             const uint16_t *left = a + (kb * 2 + first / 16) * TILE + first % 16 * BLOCK, *right = b + kb * 2 * TILE;
+            ahead = read_ahead(ahead, lines);
             for (int pair = 0; pair < 16; pair++) {
                 const __m512bh b0 = (__m512bh)_mm512_loadu_si512(right + pair * BLOCK);
                 const __m512bh b1 = (__m512bh)_mm512_loadu_si512(right + TILE + pair * BLOCK);
@@ -156,7 +163,8 @@ static void configure_tiles(void) {
     _tile_loadconfig(&tiles);
 }
 
-static inline void block_on_tiles(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row) {
+static inline void block_on_tiles(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, const char *ahead,
+                                  int64_t lines) {
     const int64_t stride = to_row * sizeof(float);
     float *below = sums + 16 * to_row;
     _tile_loadd(0, sums, stride);
@@ -164,6 +172,7 @@ static inline void block_on_tiles(const uint16_t *a, const uint16_t *b, int64_t 
     _tile_loadd(2, below, stride);
     _tile_loadd(3, below + 16, stride);
     for (int64_t kb = 0; kb < num_k; kb++) {
+        ahead = read_ahead(ahead, lines * (BLOCK / 8)); // all four groups of rows at once
         _tile_loadd(4, a + kb * 2 * TILE, 64);
         _tile_loadd(5, a + (kb * 2 + 1) * TILE, 64);
         _tile_loadd(6, b + kb * 2 * TILE, 64);
@@ -180,12 +189,13 @@ static inline void block_on_tiles(const uint16_t *a, const uint16_t *b, int64_t 
 }
 #endif
 
-static inline void block(int kind, const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row) {
+static inline void block(int kind, const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, const char *ahead,
+                         int64_t lines) {
 #if defined(HAS_AMX)
-    if (kind == 2) block_on_tiles(a, b, num_k, sums, to_row);
+    if (kind == 2) block_on_tiles(a, b, num_k, sums, to_row, ahead, lines);
 #endif
 #if defined(__AVX512BF16__)
-    if (kind == 1) block_on_vectors(a, b, num_k, sums, to_row);
+    if (kind == 1) block_on_vectors(a, b, num_k, sums, to_row, ahead, lines);
 #endif
 }
 
@@ -194,6 +204,10 @@ static inline void block(int kind, const uint16_t *a, const uint16_t *b, int64_t
 void multiply(int64_t rows, int64_t columns, int64_t terms, const uint16_t *left, const uint16_t *right, float *out, int adds) {
     const int64_t num_k = CEIL(terms), high = CEIL(rows), wide = CEIL(columns), shorter = high < wide ? high : wide;
     const int kind = instructions();
+    // A block of the longer side is 32 lines for each tile. Each of its `shorter` products reads a part of the next block
+    // ahead: with few of them, as in a decode step, computing would wait for memory for a quarter of the time.
+    const int64_t block_size = num_k * 2 * TILE, lines = shorter > 8 ? 0 : (8 + shorter - 1) / shorter;
+    const uint16_t *longer = high < wide ? right : left;
 #pragma omp parallel if (rows * columns * terms > 1048576)
     {
 #if defined(HAS_AMX)
@@ -203,7 +217,9 @@ void multiply(int64_t rows, int64_t columns, int64_t terms, const uint16_t *left
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < high * wide; i++) {
             const int64_t mb = high < wide ? i % shorter : i / shorter, nb = high < wide ? i / shorter : i % shorter;
-            const uint16_t *a = left + mb * num_k * 2 * TILE, *b = right + nb * num_k * 2 * TILE;
+            const uint16_t *a = left + mb * block_size, *b = right + nb * block_size;
+            const int64_t next = i / shorter + 1, is_last = next * shorter == high * wide;
+            const char *ahead = (const char *)(longer + (is_last ? 0 : next) * block_size) + i % shorter * lines * num_k * 4 * 64;
             const int64_t height = rows - mb * BLOCK, width = columns - nb * BLOCK;
             float *target = out + mb * BLOCK * columns + nb * BLOCK, edge[BLOCK * BLOCK];
             const int is_whole = height >= BLOCK && width >= BLOCK;
@@ -214,7 +230,7 @@ void multiply(int64_t rows, int64_t columns, int64_t terms, const uint16_t *left
                 if (!adds || !is_whole) memset(sums + r * to_row, 0, BLOCK * sizeof(float));
                 if (adds && !is_whole && r < height) memcpy(edge + r * BLOCK, target + r * columns, size);
             }
-            block(kind, a, b, num_k, sums, to_row);
+            block(kind, a, b, num_k, sums, to_row, ahead, is_last ? 0 : lines);
             for (int64_t r = 0; !is_whole && r < BLOCK && r < height; r++) memcpy(target + r * columns, edge + r * BLOCK, size);
         }
 #if defined(HAS_AMX)

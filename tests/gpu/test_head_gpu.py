@@ -100,9 +100,9 @@ def test_chunks_of_all_lengths_share_one_kernel_of_each_pass():
             logps = way.read(mine := z.clone(), target, need_entropy=True)
             found.append(
                 (
-                    logps.logp_C,
+                    logps.logp_CJ,
                     logps.entropy_C,
-                    way.grad(mine, logps, target, dlogp, dentropy, dtype=torch.float32),
+                    way.grad(mine, logps, target, dlogp[:, None], dentropy, dtype=torch.float32),
                 )
             )
         for a, b in zip(*found, strict=True):

@@ -106,14 +106,16 @@ static inline lanes larger(lanes a, lanes b) {
 }
 
 // Write the attention scores of positions 0 .. n - 1 to scores[G][S], pad the last vector with -inf, and update the
-// maxima in top[G]. Returns the number of scores written for each head.
-static inline int64_t score(const float (*q)[HEAD_DIM], const float *keys_DL, int64_t n, int64_t L, float *scores, int64_t S, lanes *top) {
+// maxima in top[G]. The values of these positions are read ahead meanwhile. Returns the number of scores written for each head.
+static inline int64_t score(const float (*q)[HEAD_DIM], const float *keys_DL, const float *values_LD, int64_t n, int64_t L, float *scores,
+                            int64_t S, lanes *top) {
     static const float beyond[2 * LANES] = {[LANES ... 2 * LANES - 1] = -INFINITY};
     int64_t start = 0;
     for (; start < n; start += LANES) {
         lanes sum[GROUP] = {0};
         for (int d = 0; d < HEAD_DIM; d++) {
             const lanes key = load(keys_DL + d * L + start);
+            __builtin_prefetch(values_LD + start * HEAD_DIM + d * LANES, 0, 2);
             for (int g = 0; g < GROUP; g++) sum[g] += key * q[g][d];
         }
         if (n - start < LANES)
@@ -181,8 +183,8 @@ void attend(int num_rows, const int64_t *position, const int64_t *start, const i
                 lanes top[GROUP];
                 float total[GROUP];
                 for (int g = 0; g < GROUP; g++) top[g] = (lanes){0} - INFINITY;
-                const int64_t first_private = score(q, shared_DP, num_shared, P, scores, S, top);
-                const int64_t size = first_private + score(q, keys_DL, num_private, L, scores + first_private, S, top);
+                const int64_t first_private = score(q, shared_DP, shared_PD, num_shared, P, scores, S, top);
+                const int64_t size = first_private + score(q, keys_DL, values_LD, num_private, L, scores + first_private, S, top);
                 for (int g = 0; g < GROUP; g++) total[g] = weigh(scores + g * S, size, top[g]);
                 for (int d = 0; d < HEAD_DIM; d += LANES) {
                     lanes sum[GROUP][4] = {0};
