@@ -128,16 +128,19 @@ static inline const char *read_ahead(const char *from, int64_t lines) {
 }
 
 // Below, one block of rows times one of columns over num_k tiles of terms: added to sums[32][32], whose rows are `to_row`
-// numbers apart. For each tile and each group of 8 rows `lines` cache lines are read ahead.
+// numbers apart. For each tile `lines` cache lines are read ahead.
 #if defined(__AVX512BF16__)
-static void block_on_vectors(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, const char *ahead, int64_t lines) {
-    for (int first = 0; first < BLOCK; first += 8) {
+// Groups of 8 rows from `height` on are left as they are: a decode step may have few rows.
+static void block_on_vectors(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, int64_t height, const char *ahead,
+                             int64_t lines) {
+    const int64_t num_groups = height < BLOCK ? (height + 7) / 8 : BLOCK / 8, group_lines = (lines + num_groups - 1) / num_groups;
+    for (int first = 0; first < 8 * num_groups; first += 8) {
         __m512 sum[8][2];
         for (int i = 0; i < 8; i++)
             for (int t = 0; t < 2; t++) sum[i][t] = _mm512_loadu_ps(sums + (first + i) * to_row + t * 16);
         for (int64_t kb = 0; kb < num_k; kb++) {
             const uint16_t *left = a + (kb * 2 + first / 16) * TILE + first % 16 * BLOCK, *right = b + kb * 2 * TILE;
-            ahead = read_ahead(ahead, lines);
+            ahead = read_ahead(ahead, group_lines);
             for (int pair = 0; pair < 16; pair++) {
                 const __m512bh b0 = (__m512bh)_mm512_loadu_si512(right + pair * BLOCK);
                 const __m512bh b1 = (__m512bh)_mm512_loadu_si512(right + TILE + pair * BLOCK);
@@ -172,7 +175,7 @@ static inline void block_on_tiles(const uint16_t *a, const uint16_t *b, int64_t 
     _tile_loadd(2, below, stride);
     _tile_loadd(3, below + 16, stride);
     for (int64_t kb = 0; kb < num_k; kb++) {
-        ahead = read_ahead(ahead, lines * (BLOCK / 8)); // all four groups of rows at once
+        ahead = read_ahead(ahead, lines);
         _tile_loadd(4, a + kb * 2 * TILE, 64);
         _tile_loadd(5, a + (kb * 2 + 1) * TILE, 64);
         _tile_loadd(6, b + kb * 2 * TILE, 64);
@@ -189,13 +192,13 @@ static inline void block_on_tiles(const uint16_t *a, const uint16_t *b, int64_t 
 }
 #endif
 
-static inline void block(int kind, const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, const char *ahead,
-                         int64_t lines) {
+static inline void block(int kind, const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, int64_t height,
+                         const char *ahead, int64_t lines) {
 #if defined(HAS_AMX)
     if (kind == 2) block_on_tiles(a, b, num_k, sums, to_row, ahead, lines);
 #endif
 #if defined(__AVX512BF16__)
-    if (kind == 1) block_on_vectors(a, b, num_k, sums, to_row, ahead, lines);
+    if (kind == 1) block_on_vectors(a, b, num_k, sums, to_row, height, ahead, lines);
 #endif
 }
 
@@ -206,7 +209,7 @@ void multiply(int64_t rows, int64_t columns, int64_t terms, const uint16_t *left
     const int kind = instructions();
     // A block of the longer side is 32 lines for each tile. Each of its `shorter` products reads a part of the next block
     // ahead: with few of them, as in a decode step, computing would wait for memory for a quarter of the time.
-    const int64_t block_size = num_k * 2 * TILE, lines = shorter > 8 ? 0 : (8 + shorter - 1) / shorter;
+    const int64_t block_size = num_k * 2 * TILE, lines = shorter > BLOCK / 4 ? 0 : (BLOCK + shorter - 1) / shorter;
     const uint16_t *longer = high < wide ? right : left;
 #pragma omp parallel if (rows * columns * terms > 1048576)
     {
@@ -219,7 +222,7 @@ void multiply(int64_t rows, int64_t columns, int64_t terms, const uint16_t *left
             const int64_t mb = high < wide ? i % shorter : i / shorter, nb = high < wide ? i / shorter : i % shorter;
             const uint16_t *a = left + mb * block_size, *b = right + nb * block_size;
             const int64_t next = i / shorter + 1, is_last = next * shorter == high * wide;
-            const char *ahead = (const char *)(longer + (is_last ? 0 : next) * block_size) + i % shorter * lines * num_k * 4 * 64;
+            const char *ahead = (const char *)(longer + (is_last ? 0 : next) * block_size) + i % shorter * lines * num_k * 64;
             const int64_t height = rows - mb * BLOCK, width = columns - nb * BLOCK;
             float *target = out + mb * BLOCK * columns + nb * BLOCK, edge[BLOCK * BLOCK];
             const int is_whole = height >= BLOCK && width >= BLOCK;
@@ -230,7 +233,7 @@ void multiply(int64_t rows, int64_t columns, int64_t terms, const uint16_t *left
                 if (!adds || !is_whole) memset(sums + r * to_row, 0, BLOCK * sizeof(float));
                 if (adds && !is_whole && r < height) memcpy(edge + r * BLOCK, target + r * columns, size);
             }
-            block(kind, a, b, num_k, sums, to_row, ahead, is_last ? 0 : lines);
+            block(kind, a, b, num_k, sums, to_row, height, ahead, is_last ? 0 : lines);
             for (int64_t r = 0; !is_whole && r < BLOCK && r < height; r++) memcpy(target + r * columns, edge + r * BLOCK, size);
         }
 #if defined(HAS_AMX)
