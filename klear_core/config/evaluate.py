@@ -60,7 +60,7 @@ class TorchEngineRuntime(Settings):
 
 
 class TorchEngineConfig(Settings):
-    """Klear's sampler for Llama, Qwen2 and Qwen3 models, fast for small models on CPU and one GPU."""
+    """Klear's sampler for Llama, Qwen2 and Qwen3 without scaled positions, fast for small models on CPU and one GPU."""
 
     kind: Literal["torch"] = "torch"
     dtype: Precision = "float32"
