@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from klear_core.artifacts.model_files import check_model, download
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.data_jobs import unused_overrides
 from klear_core.config.evaluate import (
+    LONGEST_TORCH_ANSWER,
     EvaluateConfig,
     EvaluateSamplingConfig,
     LocalEngineConfig,
@@ -141,15 +142,14 @@ def evaluation_config(asked: Asked, given: Mapping[str, Any], taken: Taken | Non
     tree["workspace"] = {"root": str(asked.root)}
     # A profile has chosen its engine; "auto" looks at the model only where there is none.
     has_engine = asked.profile is not None or taken is not None
-    engine = _engine(asked.engine, given) if given and (not has_engine or asked.engine != "auto") else None
-    if engine is not None:
-        tree = apply_override(tree, f"evaluate.engine.kind={engine}")
     if not given:
         tree["evaluate"] = {**tree.get("evaluate", {}), "engine": _served(asked)}
     max_tokens = asked.max_tokens or (_tokens_of_window(given) if given and not has_engine else None)
     if max_tokens is not None:
         tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={max_tokens}")
     _refuse_unused(asked.overrides)
+    if given and (not has_engine or asked.engine != "auto"):
+        tree = apply_override(tree, f"evaluate.engine.kind={_engine(asked, given, tree)}")
     for override in asked.overrides:
         tree = apply_override(tree, override)
     return validate(tree, origin="klear evaluate")
@@ -341,13 +341,18 @@ def compared_with_training(config: PipelineConfig, artifact: Path, console: Cons
     return config.model_copy(update={"given": evaluated})
 
 
-def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:
-    """Return the engine to use: the one asked for, else torch for folders that it runs, and vLLM for others."""
-    if engine != "auto":
-        return engine
+def _engine(asked: Asked, given: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
+    """Return the engine to use: the one asked for, else torch for folders and answers that it takes, and vLLM."""
+    if asked.engine != "auto":
+        return asked.engine
     if given["kind"] == "hub":
         return "vllm"  # its family is not known before it is downloaded
-    return "torch" if is_supported(Path(given["path"])) else "vllm"
+    match reduce(apply_override, asked.overrides, tree):
+        case {"evaluate": {"sampling": {"max_new_tokens": int(longest)}}}:
+            is_short = longest <= LONGEST_TORCH_ANSWER
+        case _:
+            is_short = EvaluateSamplingConfig().max_new_tokens <= LONGEST_TORCH_ANSWER
+    return "torch" if is_short and is_supported(Path(given["path"])) else "vllm"
 
 
 # ---- klear chat ----

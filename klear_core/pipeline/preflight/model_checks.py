@@ -28,7 +28,7 @@ from klear_core.cluster.placement import (
     plan_gpus,
 )
 from klear_core.config.data_jobs import GivenModelJob
-from klear_core.config.evaluate import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.evaluate import LONGEST_TORCH_ANSWER, HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.opd import GivenTeacher, OpdRolloutsConfig, OpdTeacherConfig, TrainedTeacher
 from klear_core.config.opd_jobs import OpdScoresJob
 from klear_core.config.rl import RlConfig, RolloutConfig
@@ -36,14 +36,11 @@ from klear_core.config.stage import BaseJob, EngineUse, RlJob, SftJob, Stage
 from klear_core.config.train import HubModelConfig, LocalModel, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.model_size import ModelSize, planned_size
-from klear_core.hf_config import HfConfig, read_hf_config
+from klear_core.hf_config import HfConfig, read_hf_config, unusual_keys
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.data_checks import error_messages
 from klear_core.prompts import different_tokens
-
-_LONG_ANSWER = 8192
-"""Answers longer than this many tokens need an engine with a paged cache, which the torch engine lacks."""
 
 
 def model_problems(work: PendingWork) -> Iterator[str]:
@@ -199,12 +196,20 @@ def engine_problems(work: PendingWork) -> Iterator[str]:
         key, engine, sampling = use.key, use.engine, use.sampling
         model = use.model or work.config.start_model
         if isinstance(engine, VllmEngineConfig) and importlib.util.find_spec("vllm") is None:
-            yield f"{key}.engine.kind = 'vllm': vLLM is not installed here; pip install -e '.[gpu]'"
+            way_out = "pip install -e '.[gpu]'"
+            if _torch_runs(model):
+                way_out += (
+                    f", or set kind = 'torch', which runs this model with answers of at most {LONGEST_TORCH_ANSWER} "
+                    f"tokens ({key}.sampling.max_new_tokens; klear evaluate: --max-tokens {LONGEST_TORCH_ANSWER})"
+                )
+            yield f"{key}.engine.kind = 'vllm': vLLM is not installed here; {way_out}"
         if isinstance(engine, VllmEngineConfig) and isinstance(model, TinyModelConfig) and model.head_dim < 32:
             yield f"{key}.engine.kind = 'vllm' needs model.head_dim of 32 or more, not {model.head_dim}"
-        if isinstance(engine, TorchEngineConfig) and sampling.max_new_tokens > _LONG_ANSWER:
-            remedy = f"for answers of more than {_LONG_ANSWER} tokens use kind = 'vllm'"
-            yield f"{key}.engine.kind = 'torch' has no paged cache; {remedy}"
+        if isinstance(engine, TorchEngineConfig) and sampling.max_new_tokens > LONGEST_TORCH_ANSWER:
+            yield (
+                f"{key}.engine.kind = 'torch' has no paged cache; for answers of more than {LONGEST_TORCH_ANSWER} "
+                f"tokens use kind = 'vllm', or lower {key}.sampling.max_new_tokens, which is {sampling.max_new_tokens}"
+            )
         if isinstance(engine, TorchEngineConfig) and not isinstance(model, TinyModelConfig) and _hf_config(model):
             yield from error_messages(f"{key}.engine", read_shape, folder_of(model))
 
@@ -245,6 +250,11 @@ def _hf_config(model: ModelConfig) -> HfConfig | None:
         return None if isinstance(model, TinyModelConfig) else read_hf_config(folder_of(model))
     except ConfigError:
         return None
+
+
+def _torch_runs(model: ModelConfig) -> bool:
+    config = _hf_config(model)
+    return isinstance(model, TinyModelConfig) or (config is not None and not any(unusual_keys(config)))
 
 
 def window_of(model: ModelConfig) -> int | None:
