@@ -59,6 +59,7 @@ def model_card(facts: CardFacts) -> str:
         _ledger(facts.lineage),
         "## Lineage",
         _lineage(facts.lineage),
+        *_notes(facts.lineage),
         "## How to make it again",
         _reproduction(facts),
     ]
@@ -210,6 +211,12 @@ def _lineage(lineage: Sequence[Ancestor]) -> str:
         counts = ", ".join(f"{name} {number(value)}" for name, value in list(manifest.counts.items())[:4])
         rows.append([manifest.stage, f"`{manifest.kind}/{manifest.fingerprint}`", commit + dirty, counts])
     return _table(["stage", "artifact", "commit", "counts"], rows)
+
+
+def _notes(lineage: Sequence[Ancestor]) -> list[str]:
+    """Return a section of what the stages noted, such as that the first weights had been quantised; none without."""
+    notes = [f"- `{ancestor.manifest.stage}`: {note}" for ancestor in lineage for note in ancestor.manifest.notes]
+    return ["### Notes", "\n".join(notes)] if notes else []
 
 
 def _reproduction(facts: CardFacts) -> str:

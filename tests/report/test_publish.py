@@ -89,11 +89,28 @@ def test_a_gguf_file_lies_beside_the_model_with_the_same_weights_and_the_card_na
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
+def test_the_card_of_a_model_from_a_gguf_file_says_that_its_weights_were_quantised(tmp_path: Path) -> None:
+    write_model_of("llama", tmp_path / "files" / "model")
+    first = made_model(tmp_path, files=tmp_path / "files").path
+    write_model(first, first / "model", None, tmp_path / "first", name="first", gguf="q8_0")
+    (tmp_path / "taken").mkdir()
+    file = GgufModelConfig(path=str(tmp_path / "first" / "first-Q8_0.gguf"))
+    taken = take_model(file, licence="", workdir=tmp_path / "taken", telemetry=NullTelemetry())
+    with LocalStore(tmp_path / "artifacts").create("base", "base0") as slot:
+        shutil.copytree(tmp_path / "taken", slot.workdir, dirs_exist_ok=True)
+        base = slot.publish(manifest("base", "base0", notes=taken.notes, given=taken.given))
+    write_model(base.path, base.path / "model", None, tmp_path / "second", name="second")
+    card = (tmp_path / "second" / "README.md").read_text()
+    assert "- `base`: dequantised from first-Q8_0.gguf (" in card
+    assert "its weights differ a little from those that were published before they were quantised" in card
+    assert "### Notes" not in (tmp_path / "first" / "README.md").read_text()
+
+
 def test_a_model_that_no_gguf_file_can_hold_is_refused_before_anything_is_written(
     artifact: tuple[Path, Path], tmp_path: Path
 ) -> None:
     model, _ = artifact
-    with pytest.raises(ConfigError, match="only byte-level BPE with merges is written as GGUF"):
+    with pytest.raises(ConfigError, match="its BPE has no merges: each token is a byte, as in the demo's model"):
         write_model(model, model / "model", None, tmp_path / "out", name="mine", gguf="q8_0")
     assert list(tmp_path.glob("out*")) == []
 
