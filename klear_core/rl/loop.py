@@ -271,6 +271,7 @@ def count_step(
     progress: RlState, metrics: dict[str, float], collected: StepRollouts, *, minibatches_per_step: int
 ) -> None:
     """Add a finished step to `progress`; warn after the first update if every ratio was 1."""
+    steps_without_update = progress.steps_without_update
     progress.after(
         metrics,
         collected.drops,
@@ -279,7 +280,8 @@ def count_step(
         unfinished=collected.unfinished,
         memory=collected.memory,
     )
-    is_first_update = progress.step == progress.steps_without_update + 1
+    has_update = progress.steps_without_update == steps_without_update
+    is_first_update = has_update and progress.step == steps_without_update + 1
     if is_first_update and progress.are_ratios_one():
         log.warning("step %d: %s", progress.step, ratios_one_note(minibatches_per_step))
 
