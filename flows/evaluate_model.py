@@ -32,9 +32,6 @@ from klear_core.config.evaluate import (
     LONGEST_TORCH_ANSWER,
     EvaluateConfig,
     EvaluateSamplingConfig,
-    LocalEngineConfig,
-    TorchEngineConfig,
-    VllmEngineConfig,
 )
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
@@ -45,7 +42,7 @@ from klear_core.config.verify import VerifyConfig, has_benchmark_default, sectio
 from klear_core.cpus import usable_cpus
 from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
-from klear_core.generate.chat import ChatModel, ChatParams, open_chat
+from klear_core.generate.chat import ChatModel, ChatParams, EngineChoice, chat_engine, open_chat
 from klear_core.generate.decoder.shape import is_supported
 from klear_core.hf_config import read_hf_config
 from klear_core.pipeline.preflight.exposure import (
@@ -358,11 +355,7 @@ def _engine(asked: Asked, given: Mapping[str, Any], tree: Mapping[str, Any]) -> 
 # ---- klear chat ----
 
 
-Engine = Literal["auto", "torch", "vllm"]
-_ENGINES: dict[str, LocalEngineConfig] = {"torch": TorchEngineConfig(), "vllm": VllmEngineConfig()}
-
-
-def chat(which: str, question: str | None, params: ChatParams, *, root: Path, engine: Engine) -> None:
+def chat(which: str, question: str | None, params: ChatParams, *, root: Path, engine: EngineChoice) -> None:
     """Print the answers to the question or, without one, to every line of standard input.
 
     A line that the model cannot take does not stop the others; DataError at the end if there was one.
@@ -377,13 +370,10 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     found = find_model(which, root, errors)
     folder = found.folder or _fetched(found, which, root)
-    if engine == "auto":
-        engine = "torch" if is_supported(folder) else "vllm"
+    cfg = chat_engine(engine, folder)
     trained_on = None if found.artifact is None else questions_of_one_form(found.artifact)
     with asyncio.Runner() as runner:
-        model = runner.run(
-            open_chat(folder, _ENGINES[engine], num_threads=usable_cpus(), seed=params.seed, window=found.window)
-        )
+        model = runner.run(open_chat(folder, cfg, num_threads=usable_cpus(), seed=params.seed, window=found.window))
         try:
             ask = partial(_ask, runner, model, params, console, trained_on)
             if question is not None:
