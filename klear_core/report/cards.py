@@ -171,12 +171,21 @@ def _usage(facts: CardFacts) -> str:
             "print(tokenizer.decode(model.generate(**inputs)[0]))",
             "```",
             "",
-            "`generation_config.json` has the sampling of the scores above. There is no system prompt."
-            if facts.counts
-            else "There is no system prompt.",
+            f"{_sampling_line(facts)}There is no system prompt.",
             *([_GGUF_USAGE.format(file=facts.gguf_file)] if facts.gguf_file else []),
         ]
     )
+
+
+def _sampling_line(facts: CardFacts) -> str:
+    """Say of which scores `generation_config.json` has the sampling: of the first benchmark's, as `publish` writes."""
+    samplings = {benchmark: profile.sampling for benchmark, profile in facts.decoding.items()}
+    if not samplings:
+        return ""
+    written = next(iter(samplings.values()))
+    same = [benchmark for benchmark, sampling in samplings.items() if sampling == written]
+    which = "above" if len(same) == len(samplings) else f"on {', '.join(same)}"
+    return f"`generation_config.json` has the sampling of the scores {which}. "
 
 
 _GGUF_USAGE = """
