@@ -7,6 +7,7 @@ VENV   ?= .venv
 VLLM   ?= .venv-vllm
 DEMO   ?= configs/laptop
 SMOL   ?= configs/smol
+SMOL_ROOT ?= runs
 GSM8K  ?= gsm8k
 VLLM_TESTS := tests/generate/test_vllm_engine.py tests/generate/test_vllm_families.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py tests/distill/teachers/test_vllm_teacher.py
 BIN    := $(VENV)/bin
@@ -24,11 +25,15 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/klear run $(DEMO)
 
-# then 200 problems of GSM8K, greedy, for the model before, after SFT and after RL: GSM8K= leaves that out, GSM8K=gsm8k=FILE reads a copy
+# then 200 problems of GSM8K, greedy, for this run's models (of all that the workspace may have, those that the plan names) before, after SFT
+# and after RL: GSM8K= leaves that out, GSM8K=gsm8k=FILE reads a copy
 smol: $(VENV)/.installed-gym
-	$(BIN)/klear run $(SMOL) $(SMOL_SET)
-	for model in $(if $(GSM8K),base sft rl); do $(BIN)/klear evaluate $$model --benchmarks $(GSM8K) --problems 200 --samples 1 \
-	  --max-tokens 192 --set evaluate.sampling.temperature=0 --set evaluate.greedy=false || exit 1; done
+	$(if $(findstring workspace.root,$(SMOL_SET)),$(error name the workspace by SMOL_ROOT=FOLDER, not in SMOL_SET))
+	$(BIN)/klear run $(SMOL) $(SMOL_SET) --set workspace.root=$(SMOL_ROOT)
+	plan=$$($(BIN)/klear plan $(SMOL) $(SMOL_SET) --set workspace.root=$(SMOL_ROOT)) || exit 1; \
+	for stage in $(if $(GSM8K),base sft rl); do model=$$(echo "$$plan" | awk -v stage=$$stage '$$1 == stage { print $$3; exit }'); \
+	  $(BIN)/klear evaluate "$$model" --root $(SMOL_ROOT) --benchmarks $(GSM8K) --problems 200 --samples 1 --max-tokens 192 \
+	  --set evaluate.sampling.temperature=0 --set evaluate.greedy=false || exit 1; done
 
 # in a workspace of its own, so that every stage runs; it fails unless both are shown to improve their own benchmark
 desk-ci: $(VENV)/.installed sandbox

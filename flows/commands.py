@@ -255,7 +255,10 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
     ] = None,
     engine: Annotated[
         Literal["auto", "torch", "vllm"],
-        typer.Option(help="auto: torch for folders of Llama, Qwen2, Qwen3; vLLM for others."),
+        typer.Option(
+            help="auto: torch for folders of Llama, Qwen2, Qwen3 without scaled positions and answers of at most 8,192 "
+            "tokens; vLLM for others."
+        ),
     ] = "auto",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; may be repeated.")
@@ -344,7 +347,7 @@ def chat(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     engine: Annotated[
         Literal["auto", "torch", "vllm"],
-        typer.Option(help="auto: torch for Llama, Qwen2, Qwen3; vLLM for others."),
+        typer.Option(help="auto: torch for Llama, Qwen2, Qwen3 without scaled positions; vLLM for others."),
     ] = "auto",
 ) -> None:
     """Ask a model of this workspace, any model folder, or a model of the Hub, a question of your own.

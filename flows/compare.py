@@ -18,7 +18,7 @@ from rich.text import Text
 from flows.curate_files import check_folder_place, folder_name
 from flows.servers import check_tracking
 from flows.show import find_artifact, path_of
-from flows.stored_answers import newest_evaluation, score_table
+from flows.stored_answers import evaluations_of, newest_evaluation, score_table
 from klear_core.artifacts.hub import require_token, upload
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.model_files import CARD
@@ -281,7 +281,8 @@ def publish(
     console = Console(highlight=False, soft_wrap=True)
     name, data_folder = repo.partition("/")[2] or folder.name, folder.with_name(f"{folder.name}-data")
     written = [write_data(artifact, data, data_folder, name=data_folder.name)] if data else []
-    written.append(write_model(artifact, model, _evaluation(artifact), folder, name=name, licence=licence, gguf=gguf))
+    scores = evaluations_of(artifact)
+    written.append(write_model(artifact, model, scores, folder, name=name, licence=licence, gguf=gguf))
     for published in written:
         for warning in published.warnings:
             console.print(f"[yellow]warning[/] {escape(warning)}")
@@ -293,13 +294,6 @@ def publish(
             address = upload(data_folder, f"{repo}-data", is_private=is_private, message=message, repo_type="dataset")
             console.print(f"uploaded {address}")
         console.print(f"uploaded {upload(folder, repo, is_private=is_private, message=message)}")
-
-
-def _evaluation(artifact: Path) -> Path | None:
-    try:
-        return newest_evaluation(artifact)
-    except ArtifactError:
-        return None  # the card says that there are no scores
 
 
 def _hub_id(to: str) -> str:

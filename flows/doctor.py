@@ -81,7 +81,7 @@ def check_machine() -> list[Check]:
         ),
         _torch(),
         _compiler(),
-        _ray(),
+        check_ray(),
         check_vllm(),
         check_sandbox(),
         _gpu(),
@@ -207,12 +207,12 @@ def _compiler() -> Check:
     return Check(name="C compiler", found="none", is_good=False, fix=fix)
 
 
-def _ray() -> Check:
+def check_ray(shm: Path = Path("/dev/shm")) -> Check:  # noqa: S108
+    """Say whether Ray is installed and its shared memory has room; macOS has no folder of it, and Ray needs none."""
     installed = _library("ray", fix="pip install -e .")
-    if not installed.is_good:
+    if not installed.is_good or not shm.is_dir():
         return installed
-    shm = Path("/dev/shm")  # noqa: S108  the shared memory that Ray uses
-    free_gb = shutil.disk_usage(shm).free / 1e9 if shm.is_dir() else 0.0
+    free_gb = shutil.disk_usage(shm).free / 1e9
     if free_gb < 0.5:
         fix = "give /dev/shm 1 GB or more (containers: --shm-size=2g); Ray falls back to slow files"
         return Check(name="ray", found=f"{installed.found}, /dev/shm {free_gb:.1f} GB free", is_good=False, fix=fix)

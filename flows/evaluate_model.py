@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +29,9 @@ from klear_core.artifacts.model_files import check_model, download
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.data_jobs import unused_overrides
 from klear_core.config.evaluate import (
+    LONGEST_TORCH_ANSWER,
     EvaluateConfig,
     EvaluateSamplingConfig,
-    LocalEngineConfig,
-    TorchEngineConfig,
-    VllmEngineConfig,
 )
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
@@ -44,7 +42,7 @@ from klear_core.config.verify import VerifyConfig, has_benchmark_default, sectio
 from klear_core.cpus import usable_cpus
 from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
-from klear_core.generate.chat import ChatModel, ChatParams, open_chat
+from klear_core.generate.chat import ChatModel, ChatParams, EngineChoice, chat_engine, open_chat
 from klear_core.generate.decoder.shape import is_supported
 from klear_core.hf_config import read_hf_config
 from klear_core.pipeline.preflight.exposure import (
@@ -144,15 +142,14 @@ def evaluation_config(
     tree["workspace"] = {"root": str(options.root)}
     # A profile has chosen its engine; "auto" looks at the model only where there is none.
     has_engine = options.profile is not None or inherited is not None
-    engine = _engine(options.engine, given) if given and (not has_engine or options.engine != "auto") else None
-    if engine is not None:
-        tree = apply_override(tree, f"evaluate.engine.kind={engine}")
     if not given:
         tree["evaluate"] = {**tree.get("evaluate", {}), "engine": _served(options)}
     max_tokens = options.max_tokens or (_tokens_of_window(given) if given and not has_engine else None)
     if max_tokens is not None:
         tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={max_tokens}")
     _refuse_unused(options.overrides)
+    if given and (not has_engine or options.engine != "auto"):
+        tree = apply_override(tree, f"evaluate.engine.kind={_engine(options, given, tree)}")
     for override in options.overrides:
         tree = apply_override(tree, override)
     return validate(tree, origin="klear evaluate")
@@ -344,23 +341,24 @@ def compared_with_training(config: PipelineConfig, artifact: Path, console: Cons
     return config.model_copy(update={"given": evaluated})
 
 
-def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:
-    """Return the engine to use: the one asked for, else torch for folders that it runs, and vLLM for others."""
-    if engine != "auto":
-        return engine
+def _engine(options: EvaluateOptions, given: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
+    """Return the engine to use: the one asked for, else torch for folders and answers that it takes, and vLLM."""
+    if options.engine != "auto":
+        return options.engine
     if given["kind"] == "hub":
         return "vllm"  # its family is not known before it is downloaded
-    return "torch" if is_supported(Path(given["path"])) else "vllm"
+    match reduce(apply_override, options.overrides, tree):
+        case {"evaluate": {"sampling": {"max_new_tokens": int(longest)}}}:
+            is_short = longest <= LONGEST_TORCH_ANSWER
+        case _:
+            is_short = EvaluateSamplingConfig().max_new_tokens <= LONGEST_TORCH_ANSWER
+    return "torch" if is_short and is_supported(Path(given["path"])) else "vllm"
 
 
 # ---- klear chat ----
 
 
-Engine = Literal["auto", "torch", "vllm"]
-_ENGINES: dict[str, LocalEngineConfig] = {"torch": TorchEngineConfig(), "vllm": VllmEngineConfig()}
-
-
-def chat(which: str, question: str | None, params: ChatParams, *, root: Path, engine: Engine) -> None:
+def chat(which: str, question: str | None, params: ChatParams, *, root: Path, engine: EngineChoice) -> None:
     """Print the answers to the question or, without one, to every line of standard input.
 
     A line that the model cannot take does not stop the others; DataError at the end if there was one.
@@ -375,13 +373,10 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     found = find_model(which, root, errors)
     folder = found.folder or _fetched(found, which, root)
-    if engine == "auto":
-        engine = "torch" if is_supported(folder) else "vllm"
+    cfg = chat_engine(engine, folder)
     trained_on = None if found.artifact is None else questions_of_one_form(found.artifact)
     with asyncio.Runner() as runner:
-        model = runner.run(
-            open_chat(folder, _ENGINES[engine], num_threads=usable_cpus(), seed=params.seed, window=found.window)
-        )
+        model = runner.run(open_chat(folder, cfg, num_threads=usable_cpus(), seed=params.seed, window=found.window))
         try:
             ask = partial(_ask, runner, model, params, console, trained_on)
             if question is not None:

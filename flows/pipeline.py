@@ -43,7 +43,7 @@ from klear_core.pipeline.graph import (
     with_inputs,
     workspace_root,
 )
-from klear_core.pipeline.preflight.checks import require_ready
+from klear_core.pipeline.preflight.checks import require_ready, warnings_with
 from klear_core.seeding import seed_for
 from klear_core.stopping import LimitReached, at_once, requeued_by_signal
 from tasks import tracking
@@ -184,6 +184,8 @@ def _run_selected(
     # Everything that can be refused is refused before the first artifact is moved and before anything is tracked.
     keys = read_keys(stage.job for stage in stages if stage.name in chosen)
     require_ready(config, chosen, again=again, keys=keys)
+    for warning in warnings_with(config, chosen, again=again):
+        log.warning("%s", warning)
     check_store(config.workspace)
     notifier = open_notifier(config.workspace.notify)
     set_moved_aside(config, chosen)

@@ -58,7 +58,7 @@ def show_plan(
     """
     from klear_core.config.settings import config_digest
     from klear_core.pipeline.plan import detectable_lines, gate_lines, plan_stages, reruns_of_upgrade
-    from klear_core.pipeline.preflight.checks import problems_on_nodes, problems_with
+    from klear_core.pipeline.preflight.checks import problems_on_nodes, problems_with, warnings_with
     from klear_core.pipeline.preflight.exposure import given_contamination
     from klear_core.report.run.warnings import teacher_notes
 
@@ -85,12 +85,15 @@ def show_plan(
         console.print(f"[dim]to download:[/] {escape(line)}")
     for exposure in given_contamination(config):
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")
-    for note in teacher_notes(config):
-        console.print(f"[yellow]teacher:[/] {escape(note)}")
-    for line in _loophole_lines(config, chosen):
-        console.print(f"[yellow]rewards:[/] {escape(line)}")
-    for line in _stale_lines(config, chosen):
-        console.print(f"[yellow]stale samples:[/] {escape(line)}")
+    warnings = {
+        "teacher": teacher_notes(config),
+        "rewards": _loophole_lines(config, chosen),
+        "stale samples": _stale_lines(config, chosen),
+        "this machine": warnings_with(config, chosen, again=again) if here else (),
+    }
+    for about, lines in warnings.items():
+        for line in lines:
+            console.print(f"[yellow]{about}:[/] {escape(line)}")
     for problem in missing:
         console.print(f"[yellow]before you run:[/] {escape(problem)}")
     if with_config:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -114,6 +115,28 @@ def find_answers(
 def newest_evaluation(model: Path) -> Path:
     """Return the newest evaluation of a model's artifact, or of the same model as a given one; ArtifactError if there
     is none."""
+    found = _evaluations_of(model)
+    if not found:
+        raise ArtifactError(f"{model}: there is no evaluation of it in this workspace, so there are no answers")
+    return max(found, key=lambda evaluation: evaluation.created_at).folder
+
+
+def evaluations_of(model: Path) -> list[Path]:
+    """Return all evaluations of a model: those of the run that made it first, and the newest first among these and
+    among the others, which are of `klear evaluate`."""
+    found = sorted(_evaluations_of(model), key=lambda evaluation: evaluation.created_at, reverse=True)
+    return [evaluation.folder for evaluation in sorted(found, key=lambda evaluation: not evaluation.is_of_run)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evaluation:
+    folder: Path
+    created_at: datetime
+    is_of_run: bool
+    """It scored the artifact itself; `klear evaluate` scores the model's folder as a given one."""
+
+
+def _evaluations_of(model: Path) -> list[_Evaluation]:
     own = read_manifest(model)
     store = model.absolute().parents[1]
     found = []
@@ -121,16 +144,20 @@ def newest_evaluation(model: Path) -> Path:
         if not is_evaluation(folder):
             continue
         manifest = read_manifest(folder)
-        if any(record.role == "model" and _is_of(own, record, store) for record in manifest.inputs):
-            found.append((manifest.created_at, folder))
-    if not found:
-        raise ArtifactError(f"{model}: there is no evaluation of it in this workspace, so there are no answers")
-    return max(found)[1]
+        scored = next((r for r in manifest.inputs if r.role == "model" and _is_of(own, r, store)), None)
+        if scored is not None:
+            is_of_run = _is_itself(own, scored)
+            found.append(_Evaluation(folder=folder, created_at=manifest.created_at, is_of_run=is_of_run))
+    return found
+
+
+def _is_itself(model: Manifest, scored: InputRecord) -> bool:
+    return (model.kind, model.fingerprint) == (scored.kind, scored.fingerprint)
 
 
 def _is_of(model: Manifest, scored: InputRecord, store: Path) -> bool:
     """Return whether the model that an evaluation scored is this one."""
-    if (model.kind, model.fingerprint) == (scored.kind, scored.fingerprint):
+    if _is_itself(model, scored):
         return True
     folder = manifest_folder(store, scored)  # None if the artifact was deleted
     return folder is not None and is_same_model(model, read_manifest(folder))

@@ -202,6 +202,7 @@ PLAIN_FAMILIES = ("llama", "qwen2", "qwen3")
 
 def unusual_keys(config: HfConfig) -> Iterator[str]:
     """Yield the keys of a config.json with which a plain decoder would compute something else."""
+    rope_key = "rope_parameters" if config.rope_parameters else "rope_scaling"  # as the file has it
     unusual = {
         "model_type": config.model_type not in PLAIN_FAMILIES,
         "hidden_act": config.hidden_act != "silu",
@@ -209,7 +210,7 @@ def unusual_keys(config: HfConfig) -> Iterator[str]:
         "mlp_bias": bool(config.mlp_bias),
         "use_sliding_window": bool(config.use_sliding_window),
         "layer_types": bool(set(config.layer_types or ()) - {"full_attention"}),
-        "rope_parameters": config.rope_type != "default" or config.rope.get("partial_rotary_factor", 1) != 1,
+        rope_key: config.rope_type != "default" or config.rope.get("partial_rotary_factor", 1) != 1,
     }
     yield from (key for key, is_unusual in unusual.items() if is_unusual)
 

@@ -27,6 +27,13 @@ _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native",), ())
 """Compiler flags, tried in this order: some compilers have no OpenMP, and some spell this processor differently. All
 sets compute the same, up to the rounding of a fused multiply-add. -ffast-math is in none of them: it would switch
 off denormals for the process."""
+_LIST_TIMEOUT_S = 20.0
+BFLOAT16_MACRO = "__AVX512BF16__"
+"""Macro of compilers for a processor with AVX512_BF16, without which products.c has no products."""
+NO_BFLOAT16 = (
+    "this processor multiplies bfloat16, but the C compiler here does not know how; install gcc 10 or newer, or set "
+    "dtype to float32"
+)
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
 
 
@@ -49,6 +56,20 @@ def compile_c(
     for name, kinds in (signatures or {}).items():
         getattr(library, name).argtypes = [_KINDS[kind] for kind in kinds]
     return library
+
+
+@cache
+def compiler_defines(macro: str, *, compilers: Sequence[str] = COMPILERS) -> bool:
+    """Return whether there is a C compiler that knows a feature of this processor, by the macro that it defines."""
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
+    if compiler is None:
+        return False
+    command = [compiler, "-march=native", "-dM", "-E", "-x", "c", "/dev/null"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return f"#define {macro} " in listed.stdout
 
 
 def call(library: ctypes.CDLL | None, name: str, *arguments: Tensor | float) -> None:

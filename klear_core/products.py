@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from klear_core.native import call, compile_c
+from klear_core.config.settings import multiplies_bfloat16
+from klear_core.native import NO_BFLOAT16, call, compile_c
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ def instructions() -> str:
     library = _library()
     kind = 0 if library is None else library.instructions()
     if kind not in _INSTRUCTIONS:
+        if library is not None and multiplies_bfloat16():  # without a library `compile_c` has said why
+            log.warning("products of bfloat16 run as plain torch, slower than in float32: %s", NO_BFLOAT16)
         return ""
     error = _error_of_trial()
     if not error <= _TOLERANCE:  # also true for NaN

@@ -12,7 +12,7 @@ from klear_core.artifacts.manifest import ArtifactRef, GivenRecord, InputRecord,
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
-from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.stage import EvaluateJob
 from klear_core.config.train import HfModelConfig
 from klear_core.config.verify import VerifyConfig
@@ -27,6 +27,7 @@ RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="answer matches the re
 WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="answer does not match the reference")
 SILENT = Verdict(outcome=Outcome.NO_ANSWER, score=0.0, detail="no </think>")
 JUDGE = JudgeRecord(settings=VerifyConfig(), cpu="", num_cores=2, math_workers=2, code_workers=2)
+PAPERS_SAMPLING = EvaluateSamplingConfig()
 UNJUDGED = Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail="worker died")
 
 
@@ -74,6 +75,8 @@ def evaluation(
     templates: Sequence[TemplateScore] = (),
     worded: Mapping[str, Sequence[EvalSample]] = MappingProxyType({}),
     corrected: Mapping[int, str] = MappingProxyType({}),
+    benchmark: str = "toy",
+    sampling: EvaluateSamplingConfig = PAPERS_SAMPLING,
 ) -> ArtifactRef:
     """Publish benchmarks, a model of these files, and the evaluation with these samples; return the evaluation.
 
@@ -86,8 +89,8 @@ def evaluation(
     problems = [problem(number, corrected.get(number, "")) for number in numbers]
     num_samples = max(s.sample_idx for s in samples) + 1
     source = ProceduralSource(split="heldout", num_problems=len(problems))
-    bench = BenchmarkConfig(name="toy", source=source, num_samples=num_samples)
-    asked = EvaluateConfig(templates={name: f"{name}: {{question}}" for name in worded})
+    bench = BenchmarkConfig(name=benchmark, source=source, num_samples=num_samples)
+    asked = EvaluateConfig(templates={name: f"{name}: {{question}}" for name in worded}, sampling=sampling)
     job = EvaluateJob(seed=seed, evaluate=asked, verify=VerifyConfig(), benchmarks=(bench,))
     benchmarks = _publish(store, "benchmarks", "benchmarks", ("c" if corrected else "b") * 20, (), problems=problems)
     made = made or made_model(root, model=model, seed=seed, files=files)
@@ -96,13 +99,13 @@ def evaluation(
     with store.create("evaluate", fingerprint) as slot:
         if slot.ref is not None:
             return slot.ref
-        write_shard(slot.workdir / "samples" / "toy-00000-of-00001.parquet", samples)
+        write_shard(slot.workdir / "samples" / f"{benchmark}-00000-of-00001.parquet", samples)
         for name, answers in worded.items():
             write_shard(slot.workdir / "templates" / name / "toy-00000-of-00001.parquet", answers)
         report = make_report(
             tally(samples, problems),
-            EvaluateConfig(),
-            benchmark="toy",
+            EvaluateConfig(sampling=sampling),
+            benchmark=benchmark,
             num_samples=num_samples,
             seed=seed,
             judge=JUDGE if judged else None,

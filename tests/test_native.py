@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.native import compile_c
+from klear_core.native import compile_c, compiler_defines
 
 
 @pytest.fixture
@@ -58,3 +58,15 @@ def test_a_compiler_that_makes_nothing_of_use_is_as_none(
         assert compile_c(source, {"FACTOR": 1}, compilers=(str(path),), timeout_s=timeout_s) is None
     assert "scale.c" in caplog.text
     assert complaint in caplog.text
+
+
+def test_a_feature_that_the_compiler_does_not_know_is_missed(tmp_path: Path) -> None:
+    """gcc 9 takes `-march=native` on every processor, and compiles for AVX512_BF16 on none."""
+    old, new = (tmp_path / name for name in ("old", "new"))
+    old.write_text("#!/bin/sh\necho '#define __AVX512F__ 1'\n")
+    new.write_text("#!/bin/sh\necho '#define __AVX512F__ 1'\necho '#define __AVX512BF16__ 1'\n")
+    for path in (old, new):
+        path.chmod(0o755)
+    assert compiler_defines("__AVX512BF16__", compilers=(str(new),))
+    assert not compiler_defines("__AVX512BF16__", compilers=(str(old),))
+    assert not compiler_defines("__AVX512BF16__", compilers=("no-such-compiler",))

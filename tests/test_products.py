@@ -1,5 +1,11 @@
 """Products of bfloat16 with float32 results, on processors that have instructions for them."""
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -60,3 +66,16 @@ def test_what_is_not_finite_stays_so() -> None:
     PackedWeight(torch.ones(1, 1, dtype=torch.bfloat16)).multiply(x, out)
     assert out.isnan()[:, 0].tolist()[0]
     assert not out.isfinite().any()
+
+
+def test_a_compiler_that_does_not_know_the_instructions_is_told_of(tmp_path: Path) -> None:
+    """Such as gcc 9, which this one is made to be by the processor that it compiles for."""
+    compiler = tmp_path / "cc"
+    gcc = shutil.which("gcc") or pytest.skip("no gcc")
+    compiler.write_text(f'#!/bin/bash\nexec {gcc} "${{@/-march=native/-march=x86-64}}"\n')
+    compiler.chmod(0o755)
+    code = "from klear_core.products import instructions; print(repr(instructions()))"
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
+    assert said.stdout == "''\n"
+    assert "slower than in float32: this processor multiplies bfloat16, but the C compiler" in said.stderr

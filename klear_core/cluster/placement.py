@@ -33,10 +33,15 @@ def plan_gpus(runtime: RlRuntime, engine: LocalEngineConfig, available: float) -
     """Return the GPUs per learner rank and per rollout actor. Raise ResourceError if they exceed `available`.
 
     Defaults: one for each learner rank and one for each rank of an engine; none if there are none or `device = "cpu"`.
+    What runs on a CPU by its `device` gets none, so that this one setting takes a profile with shares to a CPU.
     """
     wants_gpus = available > 0 and runtime.device != "cpu"
     learner = runtime.learner_gpus if runtime.learner_gpus is not None else float(wants_gpus)
     rollout = runtime.rollout_gpus if runtime.rollout_gpus is not None else num_engine_ranks(engine) * float(wants_gpus)
+    if runtime.device == "cpu":
+        learner = 0.0
+    if isinstance(engine, TorchEngineConfig) and engine.runtime.device == "cpu":
+        rollout = 0.0
     if learner == 0 and runtime.device == "cuda":
         raise ResourceError("device = 'cuda', and no node has a GPU; add nodes with GPUs, or set device = \"cpu\"")
     needed = learner * runtime.num_workers + rollout * runtime.num_rollout_actors

@@ -282,7 +282,7 @@ class DatasetsSource(RowSource):
     repo: str = Field(default="", pattern=r"^$|^[\w.-]+/[\w.-]+$")
     """Dataset repository on the Hub, `owner/name`."""
     revision: str = ""
-    """Commit of the repository, 40 hex digits."""
+    """Commit of the repository, 40 hex digits, or `newest`."""
     streaming: bool = False
     """Fetch only the rows up to `limit`, and no whole files."""
 

@@ -46,6 +46,8 @@ class SamplingConfig(Settings):
 
 MAX_BATCH_SIZE = {"cpu": 128, "cuda": 512}
 """Samples that decode together in the torch engine, by device, unless set."""
+LONGEST_TORCH_ANSWER = 8192
+"""Tokens above which an answer needs an engine with a paged cache, which the torch engine lacks."""
 
 
 class TorchEngineRuntime(Settings):
@@ -60,7 +62,7 @@ class TorchEngineRuntime(Settings):
 
 
 class TorchEngineConfig(Settings):
-    """Klear's sampler for Llama, Qwen2 and Qwen3 models, fast for small models on CPU and one GPU."""
+    """Klear's sampler for Llama, Qwen2 and Qwen3 without scaled positions, fast for small models on CPU and one GPU."""
 
     kind: Literal["torch"] = "torch"
     dtype: Precision = "float32"

@@ -199,9 +199,9 @@ class RlRuntime(TrainRuntime):
     """CPU threads of one rollout actor. With `max_staleness = 0` they and the learner's threads work in turn, so that
     each may have all cores."""
     rollout_gpus: float | None = Field(default=None, ge=0)
-    """GPUs of one rollout actor; None: as many as its engine needs, if there are GPUs. Fractions share a GPU."""
+    """GPUs of a rollout actor; None: as many as its engine needs, of those there are; none with `device = "cpu"`."""
     learner_gpus: float | None = Field(default=None, ge=0)
-    """GPUs of one learner process; None: one, if there are GPUs."""
+    """GPUs of a learner process; None: one, if there are any; none with `device = "cpu"`. Fractions share a GPU."""
     weight_sync: Literal["auto", "store", "direct"] = "auto"
     """Route of new weights to the engines. `store`: through Ray's object store and host memory; `direct`: from the
     learner (NCCL between GPUs, CUDA's handles of memory on a shared GPU, gloo between CPUs); `auto`: direct if learner

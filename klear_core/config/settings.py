@@ -37,7 +37,7 @@ class Settings(BaseModel):
 
 
 @cache
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
     """Return whether this machine's processor has instructions for products of bfloat16 that Klear uses."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -49,7 +49,7 @@ def _multiplies_bfloat16() -> bool:
 def _by_processor(value: object) -> object:
     if value != "auto":
         return value
-    return "bfloat16" if _multiplies_bfloat16() else "float32"
+    return "bfloat16" if multiplies_bfloat16() else "float32"
 
 
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_by_processor)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, assert_never
 
 from klear_core.artifacts.files import fixed_part, is_pattern
 from klear_core.artifacts.hub import HubFiles, cached_names, fetch, published_files
-from klear_core.config.data import DatasetsSource, FileSource, HubSource, StoredSource
+from klear_core.config.data import DatasetsSource, FileSource, HubRuntime, HubSource, StoredSource
 from klear_core.data.arrow_batches import Span, arrow_batches, check_arrow_end
 from klear_core.data.formats.fields import EMPTY_ROW, READ, RowError, has_surrogate, is_empty_row, stated_id
 from klear_core.data.hf_datasets import check_first_row, loaded_files, made_files
@@ -172,9 +172,10 @@ def chosen_names(names: Iterable[str], source: FileSource | HubSource) -> list[s
     return chosen
 
 
-def repo_of(source: HubSource) -> HubFiles:
-    """Return the repository that a source is downloaded from."""
-    return HubFiles(type="dataset", repo=source.repo, revision=source.revision, runtime=source.runtime)
+def repo_of(source: HubSource | DatasetsSource) -> HubFiles:
+    """Return the repository that a source is downloaded from; that of `datasets` is the one of its environment."""
+    runtime = source.runtime if isinstance(source, HubSource) else HubRuntime()
+    return HubFiles(type="dataset", repo=source.repo, revision=source.revision, runtime=runtime)
 
 
 def files_to_fetch(source: HubSource) -> dict[str, int | None]:

@@ -24,6 +24,7 @@ from klear_core.evaluate.stats.intervals import (
 from klear_core.prompts import NO_CLOSE_TAG
 from klear_core.scores import SAMPLES_FOLDER, Estimate, PassAtK, Score, StablePass
 from klear_core.types import Difficulty, EvalSample, FinishReason, MathReference, Outcome, Problem, Verdict
+from klear_core.verify.code.program import NO_PROGRAM
 
 Decoding = Literal["sampled", "greedy"]
 Counts = Mapping[str, tuple[int, int]]
@@ -90,6 +91,8 @@ class AnswerCounts:
     num_no_answer: int = 0
     num_untagged: int = 0
     """Complete answers that are no answer because they lack `</think>`."""
+    num_unfenced: int = 0
+    """Complete answers that are no answer because they hold no fenced program."""
     num_without_verdict: int = 0
     unscored: Counter[Outcome] = field(default_factory=Counter)
 
@@ -110,6 +113,7 @@ class AnswerCounts:
             return
         self.num_no_answer += verdict.outcome is Outcome.NO_ANSWER
         self.num_untagged += finish_reason == "stop" and NO_CLOSE_TAG in verdict.detail
+        self.num_unfenced += finish_reason == "stop" and NO_PROGRAM in verdict.detail
         problem.num_scored += 1
         problem.num_correct += verdict.is_correct
 

@@ -195,7 +195,7 @@ def report_scores(
             judge=judge,
         )
         ledger.append(ledger_step(name, tallies))
-        notes += filter(None, [think_tag_note(name, tallies)])
+        notes += filter(None, [think_tag_note(name, tallies), fence_note(name, tallies, report.prompt)])
         templates: list[TemplateScore] = []
         for template in cfg.templates:
             tallies = tally(_stored(cfg, benchmark, workdir, template), problems, clusters=clusters)
@@ -213,9 +213,7 @@ def report_scores(
     counts["problems"] = sum(report.num_problems for report in reports)
     counts["answers"] = sum(step.num_in for step in ledger)
     notes += warning_lines(reports)
-    for benchmark, report in zip(suite, reports, strict=True):
-        own = (_line_of_earlier(cfg, benchmark, workdir), fence_note(report, benchmark.problems))
-        notes += filter(None, own)
+    notes += filter(None, (_line_of_earlier(cfg, benchmark, workdir) for benchmark in suite))
     return StageSummary(counts=counts, ledger=tuple(ledger), seeds={"evaluate": seed}, notes=tuple(notes))
 
 

@@ -25,7 +25,7 @@ from klear_core.scores import (
     TemplateScore,
     percent,
 )
-from klear_core.types import Difficulty, Domain, Problem
+from klear_core.types import Difficulty
 from klear_core.verify.client import code_workers, math_workers
 from klear_core.verify.math.answer_text import find_answer, normalise
 
@@ -185,14 +185,14 @@ def warning_lines(reports: Iterable[EvalReport]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def fence_note(report: EvalReport, problems: Iterable[Problem]) -> str:
-    """Return how many answers hold no fenced program where the prompt does not ask for one; empty if none was lost."""
-    is_code = any(problem.domain is Domain.CODE for problem in problems)
-    if not is_code or report.prompt != "plain" or not report.no_answer_frac:
+def fence_note(benchmark: str, tallies: Tallies, prompt: str) -> str:
+    """Return how many complete answers hold no fenced program, if the prompt does not ask for one; empty if none."""
+    sampled = tallies["sampled"]
+    if prompt != "plain" or not sampled.num_unfenced:
         return ""
     return (
-        f"{report.benchmark}: {percent(report.no_answer_frac)} of the answers hold no fenced program, and the plain "
-        'prompt does not ask for one; prompt = "livecodebench" does'
+        f"{benchmark}: {percent(sampled.num_unfenced / sampled.num_answers)} of the answers are complete and hold no "
+        'fenced program, and the plain prompt does not ask for one; prompt = "livecodebench" does'
     )
 
 

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from klear_core.config.evaluate import LocalEngineConfig
-from klear_core.errors import DataError
+from klear_core.config.evaluate import LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.errors import DataError, ResourceError
+from klear_core.generate.decoder.shape import is_supported
 from klear_core.generate.engine import InferenceEngine, SamplingParams, StreamingEngine
 from klear_core.generate.factory import build_engine
 from klear_core.hf_config import read_hf_config
@@ -20,6 +21,9 @@ from klear_core.types import Completion
 if TYPE_CHECKING:
     from klear_core.prompts import Tokenizer
 
+EngineChoice = Literal["auto", "torch", "vllm"]
+_SMALL = 200_000_000
+"""Weights up to which a model takes less than a gigabyte in float32."""
 _TEXT_EVERY_S = 0.05
 """Seconds between two decodings of an unfinished answer."""
 
@@ -101,6 +105,35 @@ class _TextSoFar:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         # In the caller's thread: an error of what shows the text must not end the engine's.
         self._loop.call_soon_threadsafe(self._on_text, self._opening + str(text).rstrip("\ufffd"))
+
+
+def chat_engine(choice: EngineChoice, folder: Path, *, free_bytes: int | None = None) -> LocalEngineConfig:
+    """Return the engine for a model: ours or, if asked for or by its family, vLLM.
+
+    Larger models are asked in bfloat16 wherever that is fast. Raise ResourceError if the weights exceed the memory of a
+    CPU, of which `free_bytes` are free (None: what the system says).
+    """
+    if choice == "vllm" or (choice == "auto" and not is_supported(folder)):
+        return VllmEngineConfig()
+    num_params = read_hf_config(folder).num_params
+    if num_params <= _SMALL:
+        return TorchEngineConfig()  # float32, as in the evaluation of small models
+
+    import psutil
+
+    from klear_core.generate.decoder.torch_engine import device_name
+    from klear_core.products import instructions
+
+    is_on_gpu = device_name(TorchEngineConfig()) == "cuda"
+    cfg = TorchEngineConfig(dtype="bfloat16" if is_on_gpu or instructions() else "float32")
+    free_bytes = psutil.virtual_memory().available if free_bytes is None else free_bytes
+    needed_bytes = num_params * (2 if cfg.dtype == "bfloat16" else 4)
+    if not is_on_gpu and needed_bytes > free_bytes:
+        raise ResourceError(
+            f"{folder}: {num_params / 1e9:.1f} billion weights take {needed_bytes / 1e9:.1f} GB in {cfg.dtype}, and "
+            f"{free_bytes / 1e9:.1f} GB of memory are free; ask it on a GPU or a larger machine"
+        )
+    return cfg
 
 
 async def open_chat(

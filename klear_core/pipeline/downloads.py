@@ -13,7 +13,7 @@ from pydantic import JsonValue, StringConstraints, TypeAdapter, ValidationError
 
 from klear_core.artifacts import model_files
 from klear_core.artifacts.hub import HubFiles, commit_of, licence_of
-from klear_core.config.data import NEWEST, HubSource
+from klear_core.config.data import NEWEST, DatasetsSource, HubSource
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings
 from klear_core.config.stage import Job
@@ -104,11 +104,18 @@ def hub_repos(config: PipelineConfig) -> list[HubFiles]:
     return list(found.values())
 
 
-def _named(value: object) -> Iterator[tuple[HubSource | HubModelConfig, HubFiles]]:
+Named = HubSource | DatasetsSource | HubModelConfig
+"""Settings that name a repository of the Hub."""
+
+
+def _named(value: object) -> Iterator[tuple[Named, HubFiles]]:
     """Yield the settings of every repository in nested settings, and the repository."""
     match value:
         case HubSource():
             yield value, datafiles.repo_of(value)
+        case DatasetsSource():
+            if value.repo:  # else a folder
+                yield value, datafiles.repo_of(value)
         case HubModelConfig():
             yield value, model_files.repo_of(value)
         case GivenRepo():
@@ -161,8 +168,10 @@ def downloads_of(settings: Iterable[Settings]) -> list[Download]:
     ]
 
 
-def _files_to_fetch(settings: HubSource | HubModelConfig) -> dict[str, int | None]:
+def _files_to_fetch(settings: Named) -> dict[str, int | None]:
     match settings:
+        case DatasetsSource():
+            return {}  # the library `datasets` chooses them, and keeps them in a cache of its own
         case HubSource():
             return datafiles.files_to_fetch(settings)
         case HubModelConfig():

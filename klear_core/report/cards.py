@@ -59,6 +59,7 @@ def model_card(facts: CardFacts) -> str:
         _ledger(facts.lineage),
         "## Lineage",
         _lineage(facts.lineage),
+        *_notes(facts.lineage),
         "## How to make it again",
         _reproduction(facts),
     ]
@@ -170,12 +171,21 @@ def _usage(facts: CardFacts) -> str:
             "print(tokenizer.decode(model.generate(**inputs)[0]))",
             "```",
             "",
-            "`generation_config.json` has the sampling of the scores above. There is no system prompt."
-            if facts.counts
-            else "There is no system prompt.",
+            f"{_sampling_line(facts)}There is no system prompt.",
             *([_GGUF_USAGE.format(file=facts.gguf_file)] if facts.gguf_file else []),
         ]
     )
+
+
+def _sampling_line(facts: CardFacts) -> str:
+    """Say of which scores `generation_config.json` has the sampling: of the first benchmark's, as `publish` writes."""
+    samplings = {benchmark: profile.sampling for benchmark, profile in facts.decoding.items()}
+    if not samplings:
+        return ""
+    written = next(iter(samplings.values()))
+    same = [benchmark for benchmark, sampling in samplings.items() if sampling == written]
+    which = "above" if len(same) == len(samplings) else f"on {', '.join(same)}"
+    return f"`generation_config.json` has the sampling of the scores {which}. "
 
 
 _GGUF_USAGE = """
@@ -210,6 +220,12 @@ def _lineage(lineage: Sequence[Ancestor]) -> str:
         counts = ", ".join(f"{name} {number(value)}" for name, value in list(manifest.counts.items())[:4])
         rows.append([manifest.stage, f"`{manifest.kind}/{manifest.fingerprint}`", commit + dirty, counts])
     return _table(["stage", "artifact", "commit", "counts"], rows)
+
+
+def _notes(lineage: Sequence[Ancestor]) -> list[str]:
+    """Return a section of what the stages noted, such as that the first weights had been quantised; none without."""
+    notes = [f"- `{ancestor.manifest.stage}`: {note}" for ancestor in lineage for note in ancestor.manifest.notes]
+    return ["### Notes", "\n".join(notes)] if notes else []
 
 
 def _reproduction(facts: CardFacts) -> str:

@@ -12,7 +12,7 @@ from klear_core.artifacts.manifest import MANIFEST, ArtifactId, Manifest, parse_
 from klear_core.artifacts.model_files import CARD, check_folder
 from klear_core.config.load import profile_toml
 from klear_core.errors import ConfigError
-from klear_core.evaluate.counts import CountsBy, count_stored
+from klear_core.evaluate.counts import AnswerCounts, CountsBy, Decoding, count_stored
 from klear_core.gguf_checks import require_gguf
 from klear_core.gguf_header import SUFFIX
 from klear_core.report.cards import PROFILE_FOLDER, CardFacts, data_card, model_card
@@ -45,7 +45,7 @@ class Published:
 def write_model(
     artifact: Path,
     model: Path,
-    evaluation: Path | None,
+    evaluations: Sequence[Path],
     folder: Path,
     *,
     name: str,
@@ -55,9 +55,10 @@ def write_model(
 ) -> Published:
     """Write the model of an artifact, whose Hugging Face folder is `model`, with its card to a new `folder`.
 
-    `evaluation` is the artifact of its scores; `gguf` asks for a GGUF file of this type, too. The folder appears when
-    it is whole, in the place of an earlier one of the same model. Raise ConfigError if another one or files of the
-    user's are there, if a part of the model is missing, or if the chat template or the end token does not hold.
+    `evaluations` are the artifacts of its scores: the first that has a benchmark counts for it, and the sampling of the
+    first becomes the model's. `gguf` asks for a GGUF file of this type, too. The folder appears when it is whole, in
+    the place of an earlier one of the same model. Raise ConfigError if another one or files of the user's are there, if
+    a part of the model is missing, or if the chat template or the end token does not hold.
     """
     if not folder.name:
         raise ConfigError(f"--to {folder}: has no name of its own; name a new folder")
@@ -66,8 +67,8 @@ def write_model(
         require_gguf()
         check_writable(model)
     lineage = ancestors(artifact)
-    counts, decoding = _read_scores(evaluation)
-    notes = [*warnings] if evaluation else [*warnings, "no evaluation of this model is known"]
+    counts, decoding = _read_scores(evaluations)
+    notes = [*warnings] if evaluations else [*warnings, "no evaluation of this model is known"]
     notes += [f"its score on {benchmark}: {reason}" for benchmark, reason in chosen_on(artifact).items()]
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -153,10 +154,16 @@ def check_published(folder: Path) -> None:
         )
 
 
-def _read_scores(evaluation: Path | None) -> tuple[CountsBy, dict[str, DecodingProfile]]:
-    if evaluation is None:
-        return {}, {}
-    return count_stored(evaluation), {report.benchmark: report.decoding for report in read_reports(evaluation)}
+def _read_scores(evaluations: Sequence[Path]) -> tuple[CountsBy, dict[str, DecodingProfile]]:
+    """Return counts and sampling of each benchmark, from the first evaluation that has it."""
+    counts: dict[tuple[str, Decoding], AnswerCounts] = {}
+    decoding: dict[str, DecodingProfile] = {}
+    for evaluation in evaluations:
+        new = {r.benchmark: r.decoding for r in read_reports(evaluation) if r.benchmark not in decoding}
+        if new:
+            counts |= {key: found for key, found in count_stored(evaluation).items() if key[0] in new}
+            decoding |= new
+    return counts, decoding
 
 
 def _write_generation_config(model: Path, folder: Path, decoding: dict[str, DecodingProfile]) -> None:
@@ -173,7 +180,7 @@ def _write_generation_config(model: Path, folder: Path, decoding: dict[str, Deco
     config.eos_token_id = list(dict.fromkeys([tokenizer.eos_token_id, *known]))
     config.pad_token_id = tokenizer.pad_token_id
     if decoding:
-        # All benchmarks of an evaluation are sampled with the same settings.
+        # That of the first evaluation, whose benchmarks are all sampled with the same settings.
         sampling = next(iter(decoding.values())).sampling
         config.max_new_tokens = sampling.max_new_tokens
         config.do_sample = sampling.temperature > 0

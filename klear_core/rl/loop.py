@@ -272,6 +272,7 @@ def count_step(
     state: RlState, metrics: dict[str, float], collected: StepRollouts, *, minibatches_per_step: int
 ) -> None:
     """Add a finished step to `state`; warn after the first update if every ratio was 1."""
+    steps_without_update = state.steps_without_update
     state.add_step(
         metrics,
         collected.drops,
@@ -280,7 +281,8 @@ def count_step(
         unfinished=collected.unfinished,
         curriculum=collected.curriculum,
     )
-    is_first_update = state.step == state.steps_without_update + 1
+    has_update = state.steps_without_update == steps_without_update
+    is_first_update = has_update and state.step == steps_without_update + 1
     if is_first_update and state.are_ratios_one():
         log.warning("step %d: %s", state.step, ratios_one_note(minibatches_per_step))
 

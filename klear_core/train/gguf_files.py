@@ -201,8 +201,15 @@ def _vocabulary(folder: Path) -> Vocabulary:
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     model = content["model"]
-    if model.get("type") != "BPE" or model.get("byte_fallback") or not model.get("merges"):
-        raise ConfigError(f"{path}: only byte-level BPE with merges is written as GGUF; its model is {model['type']!r}")
+    unlike = ""
+    if model.get("type") != "BPE":
+        unlike = f"its model is {model.get('type')!r}"
+    elif model.get("byte_fallback"):
+        unlike = "its BPE has bytes for unknown letters only (byte_fallback)"
+    elif not model.get("merges"):
+        unlike = "its BPE has no merges: each token is a byte, as in the demo's model"
+    if unlike:
+        raise ConfigError(f"{path}: only byte-level BPE with merges is written as GGUF; {unlike}")
     rule = _rule_of(content.get("pre_tokenizer"))
     if rule is None:
         raise ConfigError(f"{path}: GGUF has no name that is known here for its rule of splitting (pre_tokenizer)")

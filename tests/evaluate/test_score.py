@@ -21,7 +21,8 @@ from klear_core.evaluate.score import (
 from klear_core.evaluate.stats.intervals import estimates_of, new_problems_interval, rerun_interval
 from klear_core.prompts import NO_CLOSE_TAG
 from klear_core.scores import EvalReport
-from klear_core.types import Difficulty, Domain, EvalSample, Outcome, Problem, Verdict
+from klear_core.types import Difficulty, EvalSample, Outcome, Problem, Verdict
+from klear_core.verify.code.program import NO_PROGRAM
 
 PROBLEMS = [make_problem(0, Difficulty.EASY), make_problem(1), make_problem(2)]
 
@@ -93,15 +94,21 @@ def test_most_complete_answers_without_the_end_of_a_thought_are_noted() -> None:
     assert note("stop", "") == note("length", "length", "") == ""  # half of them, and answers that were cut off
 
 
-def test_programs_that_nobody_asked_to_fence_are_noted_and_math_is_not() -> None:
-    report = report_of(samples_of((RIGHT, SILENT), (RIGHT, WRONG), (WRONG, WRONG)))
-    programs = [replace(problem, domain=Domain.CODE) for problem in PROBLEMS]
-    assert fence_note(report, programs) == (
-        "toy: 16.7\N{NO-BREAK SPACE}% of the answers hold no fenced program, and the plain prompt does not ask for one; "
-        'prompt = "livecodebench" does'
+def test_programs_that_nobody_asked_to_fence_are_noted() -> None:
+    """An answer without `</think>`, an empty program and one that was cut off lost their program for another reason."""
+    unfenced = replace(SILENT, detail=NO_PROGRAM)
+    others = replace(SILENT, detail=NO_CLOSE_TAG), replace(SILENT, detail="the block of code is empty")
+    samples = [
+        *samples_of((RIGHT, unfenced), others, (WRONG, WRONG))[:5],
+        make_sample(2, 1, unfenced, finish_reason="length"),
+    ]
+    tallies = tally(samples, PROBLEMS)
+    assert fence_note("toy", tallies, "plain") == (
+        "toy: 16.7\N{NO-BREAK SPACE}% of the answers are complete and hold no fenced program, and the plain prompt does "
+        'not ask for one; prompt = "livecodebench" does'
     )
-    assert fence_note(report, PROBLEMS) == ""
-    assert fence_note(report.model_copy(update={"prompt": "livecodebench"}), programs) == ""
+    assert fence_note("toy", tallies, "livecodebench") == ""
+    assert fence_note("toy", tally(samples_of((RIGHT, SILENT), others, (WRONG, WRONG)), PROBLEMS), "plain") == ""
 
 
 def test_pass_at_k_leaves_out_problems_with_fewer_than_k_scored_samples() -> None:

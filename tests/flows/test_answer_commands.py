@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from klear_command import Klear
 from stored_evaluations import RIGHT, WRONG, evaluation, given_model, made_model, published_report, said, sample
 
+from flows.stored_answers import evaluations_of
+from klear_core.artifacts.store import LocalStore
+from klear_core.config.evaluate import EvaluateSamplingConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base_model import prepare_base
@@ -174,6 +178,31 @@ def test_an_evaluation_of_a_models_folder_counts_as_the_models_own(klear: Klear,
         "mine", "copy"
     )
     assert "no evaluation of it" in klear("answers", "sft", "--root", tmp_path).err  # other weights
+
+
+def test_a_published_model_has_the_sampling_of_its_run_and_the_scores_of_later_evaluations(
+    klear: Klear, tmp_path: Path
+) -> None:
+    """`make smol` scores GSM8K after the run, greedy and of 192 tokens; its card had that score alone."""
+    files = tmp_path / "files"
+    files.mkdir()
+    prepare_base(TINY, seed=0, workdir=files, telemetry=NullTelemetry())
+    of_run = evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)], files=files)
+    (made,) = [f for f in LocalStore(tmp_path / "artifacts").folders() if f.parent.name == "rl"]
+    given = given_model(tmp_path, made / "model", work=tmp_path / "pointer")
+    greedy = EvaluateSamplingConfig(temperature=0.0, max_new_tokens=192)
+    for seed, benchmark in ((1, "gsm8k"), (2, "toy")):
+        wrong = [replace(sample(1, 0, said(2), WRONG), benchmark=benchmark)]
+        later = {"stage": "evaluate_model", "made": given, "sampling": greedy}
+        evaluation(tmp_path, wrong, seed=seed, benchmark=benchmark, **later)
+    assert evaluations_of(made)[0] == of_run.path
+    assert klear("publish", "rl", "--to", tmp_path / "mine", "--root", tmp_path).status == 0
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert "| toy | avg@1 | 100.0 % |" in card
+    assert "| gsm8k | avg@1 | 0.0 % |" in card
+    assert "`generation_config.json` has the sampling of the scores on toy. " in card
+    stated = json.loads((tmp_path / "mine" / "generation_config.json").read_text())
+    assert (stated["do_sample"], stated["temperature"], stated["max_new_tokens"]) == (True, 0.6, 32_768)
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_before_any_work(klear: Klear, tmp_path: Path) -> None:

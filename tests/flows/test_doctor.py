@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.doctor import ask_program, check_system, check_vllm
+from flows.doctor import ask_program, check_ray, check_system, check_vllm
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,12 @@ def test_what_a_system_lacks_is_said(system, machine, is_good, is_fatal, told):
     check = check_system(system, machine)
     assert (check.is_good, check.is_fatal) == (is_good, is_fatal)
     assert re.search(told, check.fix)
+
+
+def test_a_system_without_a_folder_of_shared_memory_lacks_nothing(tmp_path: Path):
+    pytest.importorskip("ray")
+    check = check_ray(tmp_path / "none")
+    assert (check.is_good, check.fix) == (True, "")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,15 @@ from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.preflight.checks import problems_with
 from klear_core.train.base_model import prepare_base
 
 
-def config(tmp_path: Path, *benchmarks: str, model_type: str = "qwen3", **options: object) -> PipelineConfig:
+def config(
+    tmp_path: Path, *benchmarks: str, model_type: str = "qwen3", window: int = 64, **options: object
+) -> PipelineConfig:
     values = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    hf = values | {"model_type": model_type, "vocab_size": 8, "max_position_embeddings": 64}
+    hf = values | {"model_type": model_type, "vocab_size": 8, "max_position_embeddings": window}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     fields = {"profile": None, "num_samples": None, "max_tokens": None, "engine": "auto", "overrides": ()} | options
     asked = EvaluateOptions(model="m", benchmarks=benchmarks, root=tmp_path / "ws", **fields)  # type: ignore[arg-type]
@@ -42,6 +46,29 @@ def test_a_model_and_a_file_are_enough_and_nothing_is_trained(tmp_path: Path) ->
 @pytest.mark.parametrize(("model_type", "engine"), [("qwen3", "torch"), ("llama", "torch"), ("gemma2", "vllm")])
 def test_models_that_our_sampler_does_not_run_go_to_vllm(tmp_path: Path, model_type: str, engine: str) -> None:
     assert config(tmp_path, "aime24", model_type=model_type).evaluate.engine.kind == engine
+
+
+def test_answers_that_our_sampler_has_no_cache_for_go_to_vllm(tmp_path: Path) -> None:
+    """A Qwen3-8B with its window of 40,960 is asked for the paper's 32,768 tokens."""
+
+    def chosen(**options: object) -> str:
+        return config(tmp_path, "aime24", window=40_960, **options).evaluate.engine.kind
+
+    assert chosen() == chosen(max_tokens=8193) == "vllm"
+    assert chosen(max_tokens=8192) == "torch"
+    assert chosen(overrides=["evaluate.sampling.max_new_tokens=4096"]) == "torch"
+    assert chosen(engine="torch") == "torch"
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_where_vllm_is_missing_both_ways_out_are_told(tmp_path: Path) -> None:
+    told = [p for p in problems_with(config(tmp_path, "aime24", window=40_960)) if "vLLM" in p]
+    assert len(told) == 1
+    assert "pip install -e '.[gpu]', or set kind = 'torch'" in told[0]
+    assert "klear evaluate: --max-tokens 8192" in told[0]
+    other = problems_with(config(tmp_path, "aime24", model_type="gemma2", window=40_960))
+    assert not [p for p in other if "kind = 'torch'" in p]
 
 
 def test_known_benchmarks_go_by_name_from_the_hub_or_a_copy_and_others_are_refused_with_the_names(

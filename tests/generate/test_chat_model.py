@@ -2,19 +2,26 @@
 
 import asyncio
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+import torch
 from fake_engine import FakeAnswer, FakeEngine
 from rich.console import Console
+from test_hf_config import QWEN3, write_config
 
 from flows.evaluate_model import _Stream
-from klear_core.config.evaluate import TorchEngineConfig
+from klear_core.config.evaluate import TorchEngineConfig, VllmEngineConfig
 from klear_core.config.train import TinyModelConfig
-from klear_core.generate.chat import ChatModel, ChatParams
+from klear_core.errors import ResourceError
+from klear_core.generate.chat import ChatModel, ChatParams, chat_engine
 from klear_core.generate.engine import OnTokens, SamplingParams, StreamingEngine
 from klear_core.generate.factory import build_engine
+from klear_core.hf_config import read_hf_config
 from klear_core.metrics import NullTelemetry
+from klear_core.products import instructions
 from klear_core.prompts import build_byte_tokenizer
 from klear_core.train.base_model import prepare_base
 from klear_core.types import Completion
@@ -86,3 +93,22 @@ def test_an_answer_is_printed_as_it_comes_and_once() -> None:
     assert file.getvalue() == text[: len(file.getvalue())] != ""
     stream.end(text)
     assert file.getvalue() == text + "\n"
+
+
+def test_a_large_model_is_asked_in_bfloat16_where_that_is_fast_and_refused_without_memory_for_it(
+    tmp_path: Path,
+) -> None:
+    """Qwen3-8B in float32 is 33 GB."""
+    small = write_config(tmp_path / "small", json.dumps(QWEN3))
+    large = write_config(tmp_path / "large", json.dumps(QWEN3 | {"num_hidden_layers": 20_000}))
+    num_params = read_hf_config(large).num_params
+    is_half = torch.cuda.is_available() or bool(instructions())
+    cfg = chat_engine("auto", large, free_bytes=4 * num_params)
+    assert cfg == TorchEngineConfig(dtype="bfloat16" if is_half else "float32")
+    assert chat_engine("auto", small, free_bytes=0) == TorchEngineConfig()
+    assert chat_engine("vllm", large, free_bytes=0) == VllmEngineConfig()
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            ResourceError, match=r"billion weights take .* GB in b?float.* and 0\.0 GB of memory are free"
+        ):
+            chat_engine("torch", large, free_bytes=0)

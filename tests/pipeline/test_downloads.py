@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hub_server import REVISION, hub
 
-from klear_core.config.data import HubSource
+from klear_core.config.data import DatasetsSource, HubSource
 from klear_core.config.load import apply_override, load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.datafiles import data_files
@@ -52,6 +52,20 @@ def test_a_later_commit_changes_nothing_in_this_workspace(tmp_path: Path) -> Non
     assert source_of(first).revision == source_of(later).revision == "a" * 40
     other = tmp_path / "elsewhere"
     assert source_of(pinned(config(other, ""), lambda _repo: "b" * 40)).revision == "b" * 40
+
+
+def test_a_repository_that_the_library_datasets_loads_is_pinned_and_a_folder_has_no_commit(tmp_path: Path) -> None:
+    repo = {"kind": "datasets", "repo": "owner/sums", "revision": "newest"}
+    folder = {"kind": "datasets", "path": "data/sums", "name": "folder"}
+    asked = {
+        "curate": {"sources": [repo, folder]},
+        "given": {"distill": [repo]},
+        "workspace": {"root": str(tmp_path / "runs")},
+    }
+    found = pinned(PipelineConfig.model_validate(asked), lambda _repo: "a" * 40)
+    sources = [*found.curate.sources, *(found.given.distill or ())]
+    assert [source.revision for source in sources if isinstance(source, DatasetsSource)] == ["a" * 40, "", "a" * 40]
+    assert downloads_of([found]) == []  # the library fetches them
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_published_folder_is_whole_and_says_where_it_is_from(
 ) -> None:
     model, scores = artifact
     out = tmp_path / "out"
-    write_model(model, model / "model", scores, out, name="mine", licence="mit")
+    write_model(model, model / "model", [scores], out, name="mine", licence="mit")
     check_published(out)
     card = (out / "README.md").read_text()
     # The mean over problems of 1 of 2 and 0 of 1; a third each is cut off and has no answer.
@@ -76,9 +76,7 @@ def test_a_published_folder_is_whole_and_says_where_it_is_from(
 def test_a_gguf_file_lies_beside_the_model_with_the_same_weights_and_the_card_names_it(tmp_path: Path) -> None:
     write_model_of("llama", tmp_path / "files" / "model")
     artifact = made_model(tmp_path, files=tmp_path / "files").path
-    published = write_model(
-        artifact, artifact / "model", None, tmp_path / "mine", name="mine", licence="mit", gguf="f16"
-    )
+    published = write_model(artifact, artifact / "model", [], tmp_path / "mine", name="mine", licence="mit", gguf="f16")
     header = check_gguf(published.folder / "mine-F16.gguf")
     assert (header.architecture, header.metadata["general.license"]) == ("llama", "mit")
     assert "`mine-F16.gguf` is the same model for llama.cpp" in (published.folder / "README.md").read_text()
@@ -89,12 +87,29 @@ def test_a_gguf_file_lies_beside_the_model_with_the_same_weights_and_the_card_na
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
+def test_the_card_of_a_model_from_a_gguf_file_says_that_its_weights_were_quantised(tmp_path: Path) -> None:
+    write_model_of("llama", tmp_path / "files" / "model")
+    first = made_model(tmp_path, files=tmp_path / "files").path
+    write_model(first, first / "model", [], tmp_path / "first", name="first", gguf="q8_0")
+    (tmp_path / "taken").mkdir()
+    file = GgufModelConfig(path=str(tmp_path / "first" / "first-Q8_0.gguf"))
+    taken = take_model(file, licence="", workdir=tmp_path / "taken", telemetry=NullTelemetry())
+    with LocalStore(tmp_path / "artifacts").create("base", "base0") as slot:
+        shutil.copytree(tmp_path / "taken", slot.workdir, dirs_exist_ok=True)
+        base = slot.publish(manifest("base", "base0", notes=taken.notes, given=taken.given))
+    write_model(base.path, base.path / "model", [], tmp_path / "second", name="second")
+    card = (tmp_path / "second" / "README.md").read_text()
+    assert "- `base`: dequantised from first-Q8_0.gguf (" in card
+    assert "its weights differ a little from those that were published before they were quantised" in card
+    assert "### Notes" not in (tmp_path / "first" / "README.md").read_text()
+
+
 def test_a_model_that_no_gguf_file_can_hold_is_refused_before_anything_is_written(
     artifact: tuple[Path, Path], tmp_path: Path
 ) -> None:
     model, _ = artifact
-    with pytest.raises(ConfigError, match="only byte-level BPE with merges is written as GGUF"):
-        write_model(model, model / "model", None, tmp_path / "out", name="mine", gguf="q8_0")
+    with pytest.raises(ConfigError, match="its BPE has no merges: each token is a byte, as in the demo's model"):
+        write_model(model, model / "model", [], tmp_path / "out", name="mine", gguf="q8_0")
     assert list(tmp_path.glob("out*")) == []
 
 
@@ -102,14 +117,14 @@ def test_without_an_evaluation_the_card_has_no_scores_and_says_so(
     artifact: tuple[Path, Path], tmp_path: Path, snapshot: Snapshots
 ) -> None:
     model, _ = artifact
-    published = write_model(model, model / "model", None, tmp_path / "out", name="mine")
+    published = write_model(model, model / "model", [], tmp_path / "out", name="mine")
     assert published.warnings == ("no evaluation of this model is known",)
     snapshot("model_card_without_scores", (tmp_path / "out" / "README.md").read_text())
 
 
 def test_a_template_whose_end_is_no_end_token_is_refused(artifact: tuple[Path, Path], tmp_path: Path) -> None:
     model, scores = artifact
-    write_model(model, model / "model", scores, tmp_path / "out", name="mine")
+    write_model(model, model / "model", [scores], tmp_path / "out", name="mine")
     config = tmp_path / "out" / "generation_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 1}))
     with pytest.raises(ConfigError, match="answers would never stop"):
@@ -123,32 +138,32 @@ def test_nothing_is_overwritten_and_a_damaged_model_is_not_published(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("precious")
     with pytest.raises(ConfigError, match="not empty"):
-        write_model(model, model / "model", scores, tmp_path / "full", name="mine")
+        write_model(model, model / "model", [scores], tmp_path / "full", name="mine")
     (model / "model" / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="no tokenizer"):
-        write_model(model, model / "model", scores, tmp_path / "out", name="mine")
+        write_model(model, model / "model", [scores], tmp_path / "out", name="mine")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_model_is_published_anew_where_it_was_and_nowhere_else(artifact: tuple[Path, Path], tmp_path: Path) -> None:
     model, scores = artifact
     out = tmp_path / "out"
-    write_model(model, model / "model", None, out, name="mine")
+    write_model(model, model / "model", [], out, name="mine")
     assert published_artifact(out) == ArtifactId(kind="rl", fingerprint=model.name)
-    write_model(model, model / "model", scores, out, name="mine")
+    write_model(model, model / "model", [scores], out, name="mine")
     assert (
         "| toy | avg@1.5 | 25.0 % |" in (out / "README.md").read_text()
     )  # of the evaluation that there was not before
     (out / "notes.txt").write_text("precious")
     with pytest.raises(ConfigError, match=r"has files that publishing does not write \(notes.txt\)"):
-        write_model(model, model / "model", None, out, name="mine")
+        write_model(model, model / "model", [], out, name="mine")
     assert (out / "notes.txt").read_text() == "precious"
     assert "25.0 %" in (out / "README.md").read_text()
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
     (out / "notes.txt").unlink()
     other = made_model(tmp_path / "elsewhere", model="rl", seed=7, files=model).path
     with pytest.raises(ConfigError, match=f"holds another published model, rl/{model.name[:8]}; name a new folder"):
-        write_model(other, other / "model", None, out, name="mine")
+        write_model(other, other / "model", [], out, name="mine")
 
 
 def test_the_present_folder_is_not_replaced(
@@ -158,7 +173,7 @@ def test_the_present_folder_is_not_replaced(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ConfigError, match=r"--to \.: has no name of its own; name a new folder"):
-        write_model(model, model / "model", scores, Path(), name="mine")
+        write_model(model, model / "model", [scores], Path(), name="mine")
 
 
 @pytest.mark.parametrize("profile", ["laptop", "klear_8b"])
@@ -184,7 +199,7 @@ def test_a_folder_is_uploaded_to_a_repository_that_is_made_for_it(
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     model, scores = artifact
     out = tmp_path / "out"
-    write_model(model, model / "model", scores, out, name="mine")
+    write_model(model, model / "model", [scores], out, name="mine")
     with upload_hub() as hub:
         address = upload(out, "me/model", is_private=True, message="first", endpoint=hub.address)
     assert address.endswith("/me/model/commit/" + "1" * 40)

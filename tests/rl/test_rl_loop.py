@@ -37,7 +37,7 @@ from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
 from klear_core.metrics import METRICS_FILE, MetricsFile, NullTelemetry, read_metrics
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlSetup, Workers
-from klear_core.rl.loop import check_trained_share, run_rl, train_rl
+from klear_core.rl.loop import check_trained_share, count_step, run_rl, train_rl
 from klear_core.rl.rollout import Lookahead, StepRollouts
 from klear_core.rl.state import RlState
 from klear_core.rl.step_metrics import ShownRollout
@@ -396,6 +396,16 @@ def test_on_policy_single_updates_are_remarked_upon_once_in_the_run_and_in_its_n
     state, _ = run(cfg, base, tmp_path)
     assert [w[:27] for w in warnings_in(caplog)] == ["step 1: every ratio was 1: "]
     assert "every ratio was 1" in notes_of(state, cfg)[0]
+
+
+def test_steps_without_an_update_do_not_repeat_the_remark(caplog: pytest.LogCaptureFixture) -> None:
+    progress = RlState()
+    collected = StepRollouts(groups=(), kept=(), drops=DropCounts(), position=0, seconds=0.0)
+    for num_updates in (0, 1, 0, 0, 1):
+        ratios = {"rl/ratio/max": 1.0, "rl/ratio/min": 1.0} if num_updates else {}
+        metrics = {"rl/optim/updates": num_updates, "rl/optim/skipped": 0, **ratios}
+        count_step(progress, metrics, collected, minibatches_per_step=1)
+    assert [w[:27] for w in warnings_in(caplog)] == ["step 2: every ratio was 1: "]
 
 
 def test_several_updates_a_step_are_nothing_to_remark_upon(

@@ -14,14 +14,16 @@ from functools import partial
 from pathlib import Path
 
 from klear_core.cluster.nodes import joins_a_cluster, nodes_now, when_there
-from klear_core.cluster.placement import Node
+from klear_core.cluster.placement import Node, gpus_here
 from klear_core.config.load import as_option
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.settings import multiplies_bfloat16
 from klear_core.config.stage import PromoteJob
 from klear_core.config.submit import SubmitConfig, in_seconds
 from klear_core.distill.teachers.fleet import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.evaluate.stats.intervals import least_half_width
+from klear_core.native import BFLOAT16_MACRO, compiler_defines
 from klear_core.pipeline.plan import PendingWork, num_problems
 from klear_core.pipeline.preflight.capacity import (
     disk_problem,
@@ -50,9 +52,11 @@ from klear_core.pipeline.preflight.model_checks import (
     cuda_problems,
     engine_problems,
     length_problems,
+    memory_warnings,
     model_problems,
     placement_problems,
     problems_on,
+    slow_products,
     token_problems,
 )
 
@@ -112,6 +116,23 @@ def problems_with(
     work = replace(PendingWork.of(config, chosen, again), keys=keys)
     # Several stages may lack the same thing, such as the base model: it is said once.
     return list(dict.fromkeys(problem for check in _CHECKS for problem in check(work)))
+
+
+def warnings_with(
+    config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = ()
+) -> list[str]:
+    """Return what makes the run slow on this machine's CPU, or larger than its memory; it starts all the same."""
+    import psutil
+
+    if joins_a_cluster():
+        return []  # other machines may run it
+    work, has_gpus = PendingWork.of(config, chosen, again), gpus_here() > 0
+    compiles_bfloat16 = not multiplies_bfloat16() or compiler_defines(BFLOAT16_MACRO)
+    memory_gb = psutil.virtual_memory().total / 1e9
+    return [
+        *slow_products(work, has_gpus=has_gpus, compiles_bfloat16=compiles_bfloat16),
+        *memory_warnings(work, has_gpus=has_gpus, memory_gb=memory_gb),
+    ]
 
 
 def problems_on_nodes(

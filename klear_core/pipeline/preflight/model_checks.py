@@ -28,7 +28,7 @@ from klear_core.cluster.placement import (
     plan_gpus,
 )
 from klear_core.config.data_jobs import GivenModelJob
-from klear_core.config.evaluate import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.evaluate import LONGEST_TORCH_ANSWER, HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.opd import GivenTeacher, OpdRolloutsConfig, OpdTeacherConfig, TrainedTeacher
 from klear_core.config.opd_jobs import OpdScoresJob
 from klear_core.config.rl import RlConfig, RolloutConfig
@@ -36,14 +36,13 @@ from klear_core.config.stage import BaseJob, EngineUse, RlJob, SftJob, Stage
 from klear_core.config.train import HubModelConfig, LocalModel, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.model_size import ModelSize, planned_size
-from klear_core.hf_config import HfConfig, read_hf_config
+from klear_core.hf_config import HfConfig, read_hf_config, unusual_keys
+from klear_core.native import NO_BFLOAT16
+from klear_core.pipeline.costs.memory import learner_load, learner_peak
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.data_checks import error_messages
 from klear_core.prompts import different_tokens
-
-_LONG_ANSWER = 8192
-"""Answers longer than this many tokens need an engine with a paged cache, which the torch engine lacks."""
 
 
 def model_problems(work: PendingWork) -> Iterator[str]:
@@ -199,12 +198,20 @@ def engine_problems(work: PendingWork) -> Iterator[str]:
         key, engine, sampling = use.key, use.engine, use.sampling
         model = use.model or work.config.start_model
         if isinstance(engine, VllmEngineConfig) and importlib.util.find_spec("vllm") is None:
-            yield f"{key}.engine.kind = 'vllm': vLLM is not installed here; pip install -e '.[gpu]'"
+            way_out = "pip install -e '.[gpu]'"
+            if _torch_runs(model):
+                way_out += (
+                    f", or set kind = 'torch', which runs this model with answers of at most {LONGEST_TORCH_ANSWER} "
+                    f"tokens ({key}.sampling.max_new_tokens; klear evaluate: --max-tokens {LONGEST_TORCH_ANSWER})"
+                )
+            yield f"{key}.engine.kind = 'vllm': vLLM is not installed here; {way_out}"
         if isinstance(engine, VllmEngineConfig) and isinstance(model, TinyModelConfig) and model.head_dim < 32:
             yield f"{key}.engine.kind = 'vllm' needs model.head_dim of 32 or more, not {model.head_dim}"
-        if isinstance(engine, TorchEngineConfig) and sampling.max_new_tokens > _LONG_ANSWER:
-            remedy = f"for answers of more than {_LONG_ANSWER} tokens use kind = 'vllm'"
-            yield f"{key}.engine.kind = 'torch' has no paged cache; {remedy}"
+        if isinstance(engine, TorchEngineConfig) and sampling.max_new_tokens > LONGEST_TORCH_ANSWER:
+            yield (
+                f"{key}.engine.kind = 'torch' has no paged cache; for answers of more than {LONGEST_TORCH_ANSWER} "
+                f"tokens use kind = 'vllm', or lower {key}.sampling.max_new_tokens, which is {sampling.max_new_tokens}"
+            )
         if isinstance(engine, TorchEngineConfig) and not isinstance(model, TinyModelConfig) and _hf_config(model):
             yield from error_messages(f"{key}.engine", read_shape, folder_of(model))
 
@@ -245,6 +252,11 @@ def _hf_config(model: ModelConfig) -> HfConfig | None:
         return None if isinstance(model, TinyModelConfig) else read_hf_config(folder_of(model))
     except ConfigError:
         return None
+
+
+def _torch_runs(model: ModelConfig) -> bool:
+    config = _hf_config(model)
+    return isinstance(model, TinyModelConfig) or (config is not None and not any(unusual_keys(config)))
 
 
 def window_of(model: ModelConfig) -> int | None:
@@ -399,3 +411,50 @@ def _numbers(noun: str, numbers: Sequence[int]) -> str:
     is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
     shown = f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
     return f"{noun}s {shown}"
+
+
+# ---- CPU ----
+# Say what makes a run on this machine's CPU slow, or larger than its memory. It starts all the same.
+
+
+def slow_products(work: PendingWork, *, has_gpus: bool, compiles_bfloat16: bool) -> Iterator[str]:
+    """Yield a warning for what computes in bfloat16 on a CPU if the C compiler lacks its instructions for it."""
+    if compiles_bfloat16:
+        return
+    settings: list[tuple[str, str, str]] = []
+    for stage in work.stages:
+        training = stage.job.training()
+        if training is not None:
+            settings.append((stage.section, training.dtype, training.runtime.device))
+    for use in work.engines():
+        if isinstance(use.engine, TorchEngineConfig):
+            settings.append((f"{use.key}.engine", use.engine.dtype, use.engine.runtime.device))
+    for key, dtype, device in settings:
+        if dtype == "bfloat16" and _is_on_cpu(device, has_gpus=has_gpus):
+            yield f"{key}.dtype = 'bfloat16' is slower than float32 here: {NO_BFLOAT16}"
+
+
+def memory_warnings(work: PendingWork, *, has_gpus: bool, memory_gb: float) -> Iterator[str]:
+    """Yield a warning for each training on this machine's CPU that holds more than its memory, at the least.
+
+    Counted are learners at their peak and the weights of RL's engines, not caches and other processes.
+    """
+    size = planned_size(work.config.start_model)
+    for stage in work.stages:
+        training = stage.job.training()
+        if training is None or size is None or not _is_on_cpu(training.runtime.device, has_gpus=has_gpus):
+            continue
+        needed = training.runtime.num_workers * learner_peak(size, learner_load(training)).num_bytes
+        if isinstance(training, RlConfig):
+            value_bytes = 2 if training.rollout.engine.dtype == "bfloat16" else 4
+            needed += training.runtime.num_rollout_actors * value_bytes * size.num_params
+        if needed / 1e9 > memory_gb:
+            yield (
+                f"{stage.section}: learners and weights of engines take {needed / 1e9:.1f} GB, and this machine has "
+                f"{memory_gb:.1f}; lower {stage.section}.runtime.tokens_per_microbatch, or set "
+                f"{stage.section}.runtime.activation_checkpointing = true"
+            )
+
+
+def _is_on_cpu(device: str, *, has_gpus: bool) -> bool:
+    return device == "cpu" or (device == "auto" and not has_gpus)

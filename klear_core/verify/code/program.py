@@ -22,6 +22,7 @@ from klear_core.verify.sandbox.jail import TestLimits
 # Possessive quantifiers, so that hostile text cannot make it backtrack.
 _FENCE = re.compile(r"^ {0,12}(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.M)
 _PYTHON_TAGS = frozenset({"python", "py", "python3", ""})
+NO_PROGRAM = "no closed block of Python code"
 
 
 def find_program(answer_text: str, cfg: CodeConfig) -> str | NoAnswer:
@@ -32,7 +33,7 @@ def find_program(answer_text: str, cfg: CodeConfig) -> str | NoAnswer:
         if is_python:
             programs.append(text)
     if not programs:
-        return NoAnswer(reason="no closed block of Python code")
+        return NoAnswer(reason=NO_PROGRAM)
     return check_size(programs[-1], cfg)
 
 

@@ -1,4 +1,4 @@
-"""The problems of the smol profile: held-out and training problems share no numbers, and its teacher is always right."""
+"""The problems of the smol profile: no held-out one has numbers and answer of a training one; its teacher is right."""
 
 import asyncio
 import re
@@ -46,7 +46,7 @@ def numbers_of(problem: Problem) -> tuple[tuple[str, ...], str]:
 
 
 @pytest.mark.slow
-def test_no_heldout_sum_has_the_numbers_of_a_training_sum(training, heldout):
+def test_no_heldout_sum_has_the_numbers_and_the_value_of_a_training_sum(training, heldout):
     assert len(heldout) == 400
     assert not {numbers_of(p) for p in heldout} & {numbers_of(p) for p in training}
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,13 @@ def test_every_published_score_has_its_n_and_its_source() -> None:
     models = read_published(CONFIGS / "published.toml")
     assert {"Klear-Reasoner-8B, RL, 32K", "Klear-Reasoner-8B, RL, 64K (YaRN 2.5)"} <= {m.model for m in models}
     assert all(model.source and set(model.num_samples) == set(model.scores) for model in models)
+
+
+def test_every_score_in_the_readme_of_qwen3_06b_is_shown_beside_a_run() -> None:
+    rows = re.findall(r"^\|.*\| ([\d.]+) % \|", (CONFIGS / "qwen3_06b" / "README.md").read_text(), re.MULTILINE)
+    models = read_published(CONFIGS / "published.toml")
+    assert len(rows) == 8
+    assert sorted(map(float, rows)) == sorted(m.scores["math500"] for m in models if "rasbt" in m.source)
 
 
 def test_the_papers_benchmarks_have_the_names_and_sizes_of_the_published_ones() -> None:

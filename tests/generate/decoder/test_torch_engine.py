@@ -316,7 +316,9 @@ def test_bfloat16_stays_near_transformers_bfloat16(folder: Path, model: Qwen3For
         ({"mlp_bias": True}, "mlp_bias"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters = {'rope_type': 'yarn'"),
+        # Llama 3.1 to 3.3, whose files have the older name
+        ({"rope_parameters": None, "rope_scaling": {"rope_type": "llama3"}}, "rope_scaling = {'rope_type': 'llama3'}"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_bias": True}, "attention_bias"),
     ],

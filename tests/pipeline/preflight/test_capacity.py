@@ -12,15 +12,17 @@ from klear_core.cluster.placement import GpuPlan, Node, check_cpu_is_meant, gpus
 from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.rl import RlRuntime
+from klear_core.config.rl import RlConfig, RlRuntime
 from klear_core.config.submit import SubmitConfig
 from klear_core.errors import ResourceError
+from klear_core.generate.model_size import known_size
 from klear_core.hf_config import HfConfig
+from klear_core.pipeline.costs.memory import learner_load, learner_peak
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.capacity import disk_parts, disk_problem, pool_problems_on
 from klear_core.pipeline.preflight.checks import problems_with, require_asked_nodes, require_ready
-from klear_core.pipeline.preflight.model_checks import problems_on, stage_lines
+from klear_core.pipeline.preflight.model_checks import memory_warnings, problems_on, slow_products, stage_lines
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 QWEN3_8B = QWEN3 | {
@@ -285,3 +287,34 @@ def test_a_run_that_was_submitted_with_no_capacity_waits_for_the_nodes_that_it_a
     with pytest.raises(ResourceError, match=r"127\.0\.0\.1:1 does not answer"):
         require_ready(load_profile(CONFIGS / "smoke", waits), ["sft"])
     assert "waiting up to 1 s for nodes of the Ray cluster" in caplog.text
+
+
+# ---- CPU
+
+
+def test_a_training_on_a_cpu_that_holds_more_than_the_machine_is_warned_of(tmp_path: Path) -> None:
+    one_rank = ("rl.runtime.device=cpu", "rl.runtime.num_workers=1", "rl.runtime.context_parallel=1")
+    work = work_of(large(tmp_path, *one_rank), "rl")
+    (training,) = [stage.job.training() for stage in work.stages]
+    assert isinstance(training, RlConfig)
+    learner_gb = learner_peak(known_size("Qwen3-8B"), learner_load(training)).num_bytes / 1e9
+    needed_gb = learner_gb + training.runtime.num_rollout_actors * MODEL_GB
+    (told,) = memory_warnings(work, has_gpus=True, memory_gb=needed_gb - 0.1)
+    assert told.startswith(f"rl: learners and weights of engines take {needed_gb:.1f} GB, and this machine has ")
+    assert list(memory_warnings(work, has_gpus=True, memory_gb=needed_gb + 0.1)) == []
+    assert list(memory_warnings(work_of(large(tmp_path), "rl"), has_gpus=True, memory_gb=1.0)) == []
+
+
+def test_bfloat16_that_the_compiler_has_no_products_for_is_warned_of_on_a_cpu_alone(tmp_path: Path) -> None:
+    half = ["rl.dtype=bfloat16", "rl.rollout.engine.dtype=bfloat16"]
+    auto = ["rl.runtime.device=auto", "rl.rollout.engine.runtime.device=auto"]
+
+    def told(*overrides: str, has_gpus: bool, compiles_bfloat16: bool = False) -> list[str]:
+        work = work_of(load_profile(CONFIGS / "smoke", [f"workspace.root={tmp_path}", *overrides]), "sft", "rl")
+        found = slow_products(work, has_gpus=has_gpus, compiles_bfloat16=compiles_bfloat16)
+        return [warning.partition(" is slower than float32 here: ")[0] for warning in found]
+
+    both = ["rl.dtype = 'bfloat16'", "rl.rollout.engine.dtype = 'bfloat16'"]
+    assert told(*half, has_gpus=True) == told(*half, *auto, has_gpus=False) == both
+    assert told(*half, *auto, has_gpus=True) == told(has_gpus=False) == []
+    assert told(*half, has_gpus=False, compiles_bfloat16=True) == []

@@ -14,7 +14,7 @@ from klear_core.cluster.placement import (
     place_rl,
     plan_gpus,
 )
-from klear_core.config.evaluate import TorchEngineConfig, VllmEngineConfig, VllmRuntime
+from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig, VllmRuntime
 from klear_core.config.rl import RlRuntime
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
@@ -113,6 +113,17 @@ def test_a_learner_that_asks_for_a_gpu_is_refused_where_there_is_none() -> None:
     with pytest.raises(ResourceError, match=r"device = 'cuda', and no node has a GPU"):
         plan_gpus(RlRuntime(device="cuda"), TORCH, 0)
     assert plan_gpus(RlRuntime(device="auto"), TORCH, 0) == GpuPlan(learner=0, rollout=0)
+
+
+def test_what_runs_on_a_cpu_by_its_device_gets_no_share_of_a_gpu() -> None:
+    """Else configs/qwen3_06b, where learner and engine share a GPU, is refused on a CPU for want of one."""
+    torch_on_cpu = TorchEngineConfig(runtime=TorchEngineRuntime(device="cpu"))
+    shares = RlRuntime(learner_gpus=0.5, rollout_gpus=0.5)
+    on_cpu = shares.model_copy(update={"device": "cpu"})
+    assert plan_gpus(on_cpu, torch_on_cpu, 0) == GpuPlan(learner=0, rollout=0)
+    assert plan_gpus(on_cpu, TORCH, 1) == GpuPlan(learner=0, rollout=0.5)
+    assert plan_gpus(shares, torch_on_cpu, 1) == GpuPlan(learner=0.5, rollout=0)
+    assert plan_gpus(RlRuntime(), torch_on_cpu, 8) == GpuPlan(learner=1, rollout=0)
 
 
 def test_shares_that_are_whole_but_for_rounding_are_placed() -> None:

@@ -346,13 +346,13 @@ def test_klear_8b_takes_the_gpus_that_its_readme_says() -> None:
         ("rl.rollout.engine.runtime.device=cuda", "rl.rollout.engine.runtime: device 'cuda'"),
         ("evaluate.engine.runtime.device=cuda", "evaluate.engine.runtime: device 'cuda'"),
         (
-            "rl.runtime.learner_gpus=1",
+            "rl.runtime.device=auto rl.runtime.learner_gpus=1",
             "rl.runtime: 1 learner ranks with 1 GPUs and 2 rollout actors with 0 need 1 GPUs; Ray has 0",
         ),
     ],
 )
 def test_a_gpu_that_is_not_there_is_missed_at_once(tmp_path: Path, override: str, told: str) -> None:
-    (problem,) = problems_with(profile(tmp_path, override))
+    (problem,) = problems_with(profile(tmp_path, *override.split()))
     assert problem.startswith(told)
 
 
