@@ -28,11 +28,7 @@ from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, download
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.data_jobs import unused_overrides
-from klear_core.config.evaluate import (
-    LONGEST_TORCH_ANSWER,
-    EvaluateConfig,
-    EvaluateSamplingConfig,
-)
+from klear_core.config.evaluate import LONGEST_TORCH_ANSWER, EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
@@ -62,6 +58,8 @@ _STAGE_SECTIONS = ("evaluate", "promote")
 """Sections of the stages that an evaluation may have."""
 _ROWS = ("given.curate", "given.curate_rl", "given.distill")
 """Given problems and traces, which an evaluation does not read."""
+_MANY_PARAMS = 50_000_000
+"""Parameters from which on our sampler's products are large enough to be shared by all cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +147,10 @@ def evaluation_config(
         tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={max_tokens}")
     _refuse_unused(options.overrides)
     if given and (not has_engine or options.engine != "auto"):
-        tree = apply_override(tree, f"evaluate.engine.kind={_engine(options, given, tree)}")
+        engine = _engine(options, given, tree)
+        tree = apply_override(tree, f"evaluate.engine.kind={engine}")
+        if engine == "torch" and not has_engine:
+            tree = apply_override(tree, f"evaluate.runtime.num_threads={_threads(given)}")
     for override in options.overrides:
         tree = apply_override(tree, override)
     return validate(tree, origin="klear evaluate")
@@ -353,6 +354,12 @@ def _engine(options: EvaluateOptions, given: Mapping[str, Any], tree: Mapping[st
         case _:
             is_short = EvaluateSamplingConfig().max_new_tokens <= LONGEST_TORCH_ANSWER
     return "torch" if is_short and is_supported(Path(given["path"])) else "vllm"
+
+
+def _threads(given: Mapping[str, Any]) -> int:
+    """Return the threads of our sampler for a model."""
+    is_large = given["kind"] == "hub" or read_hf_config(Path(given["path"])).num_params >= _MANY_PARAMS
+    return usable_cpus() if is_large else 1
 
 
 # ---- klear chat ----

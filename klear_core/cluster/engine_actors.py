@@ -30,12 +30,7 @@ from klear_core.generate.engine import (
     limit_of,
     load_of,
 )
-from klear_core.generate.factory import (
-    EngineSpec,
-    build_spec,
-    build_trainable_engine,
-    limit_here,
-)
+from klear_core.generate.factory import EngineSpec, build_spec, build_trainable_engine, limit_here
 from klear_core.generate.pool import EngineLost
 from klear_core.rl.interfaces import RlSetup
 from klear_core.types import Completion

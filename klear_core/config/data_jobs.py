@@ -22,13 +22,7 @@ from klear_core.config.known_benchmarks import DateWindow
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings, YieldLimits
-from klear_core.config.stage import (
-    BaseJob,
-    EvaluateJob,
-    HubUse,
-    Job,
-    SourceUse,
-)
+from klear_core.config.stage import BaseJob, EvaluateJob, HubUse, Job, SourceUse
 from klear_core.config.train import (
     GivenDataset,
     GivenFacts,

@@ -27,14 +27,7 @@ from klear_core.config.opd import OpdTeacherConfig, TrainedTeacher
 from klear_core.config.pipeline import Champion, InlineEvalRuntime, PipelineConfig, PromoteConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
-from klear_core.config.train import (
-    GivenFacts,
-    HubModelConfig,
-    LocalModel,
-    ModelConfig,
-    SftConfig,
-    TinyModelConfig,
-)
+from klear_core.config.train import GivenFacts, HubModelConfig, LocalModel, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 
 

@@ -10,10 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from klear_core.config.data import DatasetsSource, FileSource, HubRepo, HubRevision, HubRuntime, HubSource
-from klear_core.config.evaluate import (
-    Device,
-    InlineEvalConfig,
-)
+from klear_core.config.evaluate import Device, InlineEvalConfig
 from klear_core.config.settings import Precision, Settings, YieldLimits
 from klear_core.errors import ConfigError
 from klear_core.gguf_header import is_gguf

@@ -39,15 +39,7 @@ from klear_core.data.datafiles import (
 )
 from klear_core.data.formats.code_rows import QuestionTables
 from klear_core.data.formats.detect import schema_for
-from klear_core.data.formats.fields import (
-    Fields,
-    RowError,
-    Schema,
-    contest_id,
-    head_of,
-    is_empty_row,
-    stated_id,
-)
+from klear_core.data.formats.fields import Fields, RowError, Schema, contest_id, head_of, is_empty_row, stated_id
 from klear_core.data.formats.references import has_half_character
 from klear_core.data.generated.puzzles import check_generated, domain_of_generated, generate
 from klear_core.data.readers import BrokenRow, FileRow, read_rows

@@ -24,14 +24,7 @@ from klear_core.distill.select import (
     why_incomplete,
 )
 from klear_core.distill.shards import FinishedShard, Journal, ShardFiles, ShardRecords, UnusedReply, is_over_budget
-from klear_core.distill.teachers.teacher import (
-    OVER_BUDGET,
-    BudgetError,
-    Teacher,
-    TeacherFailure,
-    TeacherResult,
-    Usage,
-)
+from klear_core.distill.teachers.teacher import OVER_BUDGET, BudgetError, Teacher, TeacherFailure, TeacherResult, Usage
 from klear_core.metrics import Telemetry
 from klear_core.prompts import render_response
 from klear_core.types import Dropped, Judge, Problem, TeacherReply, TeacherTrace

@@ -7,13 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from klear_core.evaluate.counts import AnswerCounts, CountsBy, Decoding
-from klear_core.report.run.lineage import (
-    NO_LICENCE_NEEDED,
-    NOT_STATED,
-    Ancestor,
-    DataSource,
-    data_sources,
-)
+from klear_core.report.run.lineage import NO_LICENCE_NEEDED, NOT_STATED, Ancestor, DataSource, data_sources
 from klear_core.report.run.scores_view import decoding_text
 from klear_core.scores import NBSP, NONE, DecodingProfile, interval_text, number, percent
 

@@ -16,13 +16,7 @@ from klear_core.evaluate.counts import AnswerCounts, CountsBy, Decoding, count_s
 from klear_core.gguf_checks import require_gguf
 from klear_core.gguf_header import SUFFIX
 from klear_core.report.cards import PROFILE_FOLDER, CardFacts, data_card, model_card
-from klear_core.report.run.lineage import (
-    Ancestor,
-    ancestors,
-    data_sources,
-    own_licence,
-    run_config,
-)
+from klear_core.report.run.lineage import Ancestor, ancestors, data_sources, own_licence, run_config
 from klear_core.report.run.warnings import chosen_on
 from klear_core.scores import DecodingProfile, read_reports
 from klear_core.train.gguf_files import GgufDtype, check_writable, write_gguf

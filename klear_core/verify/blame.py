@@ -16,15 +16,7 @@ from collections import Counter
 
 from klear_core.config.verify import MathConfig, VerifyConfig
 from klear_core.errors import JudgeError
-from klear_core.types import (
-    CodeReference,
-    JudgedAnswer,
-    MathReference,
-    Outcome,
-    Problem,
-    StoredTests,
-    Verdict,
-)
+from klear_core.types import CodeReference, JudgedAnswer, MathReference, Outcome, Problem, StoredTests, Verdict
 from klear_core.verify.client import CodeTask, CodeTrial, MathTask, UserTask
 from klear_core.verify.code.program import chosen_tests, num_chosen, reference_fault
 from klear_core.verify.math.answer_text import MathAnswer

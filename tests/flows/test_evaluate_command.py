@@ -15,6 +15,7 @@ from flows.evaluate_model import EvaluateOptions, evaluation_config
 from klear_core.config.evaluate import ServedModelConfig, VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import TinyModelConfig
+from klear_core.cpus import usable_cpus
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of
@@ -23,9 +24,9 @@ from klear_core.train.base_model import prepare_base
 
 
 def config(
-    tmp_path: Path, *benchmarks: str, model_type: str = "qwen3", window: int = 64, **options: object
+    tmp_path: Path, *benchmarks: str, model_type: str = "qwen3", window: int = 64, width: int = 8, **options: object
 ) -> PipelineConfig:
-    values = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    values = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 1, "num_attention_heads": 1}
     hf = values | {"model_type": model_type, "vocab_size": 8, "max_position_embeddings": window}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     fields = {"profile": None, "num_samples": None, "max_tokens": None, "engine": "auto", "overrides": ()} | options
@@ -46,6 +47,13 @@ def test_a_model_and_a_file_are_enough_and_nothing_is_trained(tmp_path: Path) ->
 @pytest.mark.parametrize(("model_type", "engine"), [("qwen3", "torch"), ("llama", "torch"), ("gemma2", "vllm")])
 def test_models_that_our_sampler_does_not_run_go_to_vllm(tmp_path: Path, model_type: str, engine: str) -> None:
     assert config(tmp_path, "aime24", model_type=model_type).evaluate.engine.kind == engine
+
+
+def test_a_large_model_is_sampled_by_all_cores_and_a_small_one_by_one(tmp_path: Path) -> None:
+    assert config(tmp_path, "aime24").evaluate.runtime.num_threads == 1
+    assert config(tmp_path, "aime24", width=4096).evaluate.runtime.num_threads == usable_cpus()
+    own = config(tmp_path, "aime24", width=4096, overrides=["evaluate.runtime.num_threads=3"])
+    assert own.evaluate.runtime.num_threads == 3
 
 
 def test_answers_that_our_sampler_has_no_cache_for_go_to_vllm(tmp_path: Path) -> None:

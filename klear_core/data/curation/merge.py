@@ -20,14 +20,7 @@ from klear_core.artifacts.records import read_shard, write_shard
 from klear_core.config.curate import NearConfig
 from klear_core.data.candidates import DroppedRow, dropped_row
 from klear_core.data.curation.decontaminate import drop_of
-from klear_core.data.curation.near_duplicates import (
-    Compared,
-    NearDuplicates,
-    Ranks,
-    candidate_pairs,
-    compare,
-    decide,
-)
+from klear_core.data.curation.near_duplicates import Compared, NearDuplicates, Ranks, candidate_pairs, compare, decide
 from klear_core.data.curation.read import LEAK_DROPPED
 from klear_core.data.curation.segment import PlacedDrop, Segment, Segments, contradict, first_with_key, open_segments
 from klear_core.data.curation.selection import Pool, select_problems

@@ -26,11 +26,7 @@ from klear_core.data.formats.fields import (
     text_at,
     value_at,
 )
-from klear_core.data.formats.references import (
-    code_reference_from_row,
-    code_reference_from_tests,
-    has_no_tests,
-)
+from klear_core.data.formats.references import code_reference_from_row, code_reference_from_tests, has_no_tests
 from klear_core.data.readers import BrokenRow, read_rows
 from klear_core.errors import DataError
 from klear_core.types import CodeReference, Domain, Reference, UnverifiableReference

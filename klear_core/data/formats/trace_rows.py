@@ -5,13 +5,7 @@ judged, except rows of the OpenThoughts metadata, which hold the original soluti
 
 from __future__ import annotations
 
-from klear_core.data.formats.code_rows import (
-    ELSEWHERE,
-    code_rating,
-    reference_in,
-    with_instructions,
-    without_wrapping,
-)
+from klear_core.data.formats.code_rows import ELSEWHERE, code_rating, reference_in, with_instructions, without_wrapping
 from klear_core.data.formats.fields import (
     Fields,
     RowError,

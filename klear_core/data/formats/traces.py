@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from klear_core.config.data import StoredSource
 from klear_core.data.datafiles import check_files, data_files, origin, parse_rows, rows_of
-from klear_core.data.formats.code_rows import (
-    QuestionTables,
-)
+from klear_core.data.formats.code_rows import QuestionTables
 from klear_core.data.formats.fields import (
     Fields,
     RowError,

@@ -25,13 +25,7 @@ from klear_core.pipeline.costs.counts import (
     sft_rows,
     sft_steps,
 )
-from klear_core.pipeline.costs.memory import (
-    LearnerPeak,
-    learner_load,
-    learner_peak,
-    reference_bytes,
-    state_bytes,
-)
+from klear_core.pipeline.costs.memory import LearnerPeak, learner_load, learner_peak, reference_bytes, state_bytes
 from klear_core.pipeline.graph import stages_of
 
 

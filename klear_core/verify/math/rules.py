@@ -10,13 +10,7 @@ from typing import assert_never
 from klear_core.config.verify import MathConfig
 from klear_core.verify.math.answer_text import MathAnswer, is_balanced, normalise, same_text_or_integers
 from klear_core.verify.math.numbers import based_number, has_split_digits, is_numeric, names_a_base
-from klear_core.verify.math.text_compare import (
-    ONE_WRAPPER,
-    AlgebraComparison,
-    Pair,
-    compare_values,
-    in_digits,
-)
+from klear_core.verify.math.text_compare import ONE_WRAPPER, AlgebraComparison, Pair, compare_values, in_digits
 from klear_core.verify.math.units import read_compound, read_unit
 from klear_core.verify.math.words import phrase_words, same_phrase
 
