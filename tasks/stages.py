@@ -15,7 +15,15 @@ from klear_core.config import data_jobs as data
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.stage import BaseJob, DistillJob, ReportJob, RlJob, SftJob, Stage, TagJob
+from klear_core.config.stage import (
+    BaseJob,
+    DistillJob,
+    ReportJob,
+    RlJob,
+    SftJob,
+    Stage,
+    TagJob,
+)
 from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import artifact_id, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
