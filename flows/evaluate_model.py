@@ -59,7 +59,7 @@ _STAGE_SECTIONS = ("evaluate", "promote")
 _ROWS = ("given.curate", "given.curate_rl", "given.distill")
 """Given problems and traces, which an evaluation does not read."""
 _MANY_PARAMS = 50_000_000
-"""Parameters from which on our sampler's products are large enough to be shared by all cores."""
+"""Parameters from which on our sampler uses all cores. Ours, between 0.17M, where two threads are slower, and 135M."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
