@@ -96,6 +96,16 @@ def sigterm_handler_kept() -> Iterator[None]:
 
 
 @contextmanager
+def signal_mask(how: int, *numbers: signal.Signals) -> Iterator[None]:
+    """Block or unblock signals in this thread, and in what it starts in the block; `how` as `pthread_sigmask` has it."""
+    before = signal.pthread_sigmask(how, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def signals_held() -> Iterator[None]:
     """Let a first signal take effect only after the block, which is short and must not end halfway; a second at once.
 

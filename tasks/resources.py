@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.factory import start_with_endpoints
 from klear_core.generate.model_size import size_of_hf
 from klear_core.hf_config import read_hf_config
-from klear_core.stopping import sigterm_handler_kept
+from klear_core.stopping import signal_mask, sigterm_handler_kept
 from klear_core.verify import JudgePool
 
 if TYPE_CHECKING:
@@ -165,12 +165,17 @@ def ray_session(needs: Needs) -> Iterator[None]:
     where = f"the Ray cluster at {address}" if address else "this machine"
     with no_orphans(), ray_messages_logged():
         try:
-            with sigterm_handler_kept(), _sigusr1_blocked():
+            # Schedulers send these to all processes of a job. The run answers them: it saves a checkpoint with Ray's
+            # processes, and without the raylet Ray would end this one at once, with status 1 and not a word.
+            mask = signal_mask(signal.SIG_BLOCK, signal.SIGUSR1, signal.SIGTERM)
+            with sigterm_handler_kept(), mask:
                 logs = _init(address, needs)
             when_there(lambda: _check_cpus(ray.cluster_resources(), needs, where=where), wait_s=needs.wait_s)
             _gpus_of_cluster[:] = [int(ray.cluster_resources().get("GPU", 0))]
             yield
         finally:
+            if not address:
+                _kill_helpers_of_ray()
             with sigterm_handler_kept():
                 ray.shutdown()
         if logs is not None:
@@ -223,17 +228,18 @@ def _check_cpus(resources: dict[str, float], needs: Needs, *, where: str) -> Non
         )
 
 
-@contextmanager
-def _sigusr1_blocked() -> Iterator[None]:
-    """Start processes in the block that SIGUSR1 does not end: a run that gets it saves a checkpoint with them.
+def _kill_helpers_of_ray() -> None:
+    """Kill what a cluster that was started here does not need to end.
 
-    Schedulers send it to all processes of a job.
+    Ray asks each process by SIGTERM, which is blocked in them, and waits for it a second, one after the other.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    import ray
+
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):
+            is_rays = any(argument.startswith(ray.__path__[0]) for argument in process.cmdline())
+            if is_rays and process.name() not in ("gcs_server", "raylet"):
+                process.kill()
 
 
 # ---- engines and judges ----

@@ -11,10 +11,10 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,6 +41,7 @@ from klear_core.generate.vllm_process import QUIET, Gauge, ProcessLog, cache_tok
 from klear_core.generate.vllm_worker import WorkerExtension
 from klear_core.hf_config import FolderTokenizer, HfConfig, read_hf_config
 from klear_core.seeding import seed_for
+from klear_core.stopping import signal_mask
 from klear_core.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -101,7 +102,12 @@ class VllmEngine:
             scratch = held.enter_context(tempfile.TemporaryDirectory(prefix="klear-", ignore_cleanup_errors=True))
             output = ProcessLog(Path(scratch))
             with environment(num_threads, scratch, is_cpu=current_platform.is_cpu()), output.of_children():
-                start = partial(AsyncLLM.from_engine_args, args, stat_loggers=[gauge.logger_type(PrometheusStatLogger)])
+
+                def start() -> AsyncLLM:
+                    # Blocked in Ray's processes; vLLM ends its own by it.
+                    with signal_mask(signal.SIG_UNBLOCK, signal.SIGTERM):
+                        return AsyncLLM.from_engine_args(args, stat_loggers=[gauge.logger_type(PrometheusStatLogger)])
+
                 try:
                     llm = await asyncio.to_thread(start)
                 except ValueError as error:  # from this process: its own checks of settings and model

@@ -46,6 +46,8 @@ _CODE_BACKSTOP_S = 120.0  # added to the limits of all tests together, which the
 
 def main() -> None:
     """Serve one caller until it closes its end of the socket."""
+    # Blocked in Ray's processes, from one of which this may come; pebble ends its workers by it.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     connection = Connection(int(sys.argv[1]))
     gc.collect()
     # Without this, a garbage collection in a worker would write to every object and so copy sympy's 27 MB per worker.

@@ -63,6 +63,38 @@ def test_nothing_of_ray_survives_its_driver(how: signal.Signals):
     assert wait_until_gone(family) == []
 
 
+ASKED = """
+import signal, time
+from tasks.resources import Needs, ray_session
+
+asked = []
+signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+with ray_session(Needs(num_cpus=1, object_store_bytes=100 << 20)):
+    import ray
+
+    print("up", flush=True)
+    while not asked:
+        time.sleep(0.01)
+    for _ in range(20):  # the rest of a training step
+        ray.get(ray.remote(lambda: bytes(1 << 20)).remote())
+        time.sleep(0.1)
+raise SystemExit(42)
+"""
+
+
+def test_a_signal_to_all_processes_lets_the_run_end_by_itself():
+    driver = subprocess.Popen(
+        [sys.executable, "-c", ASKED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert driver.stdout is not None
+    assert driver.stdout.readline().strip() == "up"
+    family = family_of(driver.pid)
+    for process in [driver, *family]:
+        process.send_signal(signal.SIGTERM)
+    assert driver.wait(60) == 42
+    assert wait_until_gone(family) == []
+
+
 def test_learners_and_engines_have_the_priority_of_the_run_that_started_them():
     with ray_session(SMALL):
         import ray
