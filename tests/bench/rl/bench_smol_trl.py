@@ -2,7 +2,7 @@
 
 It needs a run (`klear run configs/smol`) in the workspace $SMOL_ROOT, by default runs, and TRL: `pip install trl`. `klear bench smol_trl`
 takes the newest RL stage there, trains TRL's model into WORKSPACE/trl/seed-N, and writes a row for each step of both sides to
-$SMOL_ROWS, by default docs/data/smol_trl.jsonl, in place of older ones of that seed. A step of TRL took 327 s on two idle cores: its
+$SMOL_ROWS, by default docs/data/smol_trl.jsonl, in place of older ones of that seed. A step of TRL took 190 to 280 s on two idle cores: its
 rows are written as they come, and every fourth step's model is kept. The models are scored alike:
 
     klear evaluate runs/trl/seed-0 --profile configs/smol --set seed=0 --root runs

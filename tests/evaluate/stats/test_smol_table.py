@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from klear_core.evaluate.stats.intervals import (
@@ -46,6 +48,25 @@ def test_the_table_of_the_profile_is_computed_from_its_answers() -> None:
 def test_the_page_counts_the_answers_to_gsm8k() -> None:
     right = {row["model"]: row["greedy"].count("1") for row in RUNS["scores"] if row["benchmark"] == "gsm8k"}
     told = f"base, SFT and GPPO are right on {right['base']}, {right['sft']} and {right['rl']} of 200"
+    assert told in " ".join((DOCS / "smol.md").read_text().split())
+
+
+def test_the_page_compares_with_trl_by_the_answers_to_the_same_problems() -> None:
+    page = (DOCS / "smol.md").read_text()
+    sft, ours, theirs = (estimates(36, model) for model in ("sft", "rl_16_steps", "trl_16_steps"))
+    for model in (ours, theirs):
+        gain = paired_new_problems_interval(sft, model, confidence=0.95).range
+        assert f"{100 * model.mean:.1f} % ({percent(model.mean - sft.mean, gain, '+').replace(' (', ', ')}" in page
+    between = paired_new_problems_interval(theirs, ours, confidence=0.95).range
+    assert f"ours less TRL's {percent(ours.mean - theirs.mean, between, '+')}" in page
+
+
+def test_the_curves_beside_trl_are_computed_from_the_steps() -> None:
+    bench = Path(__file__).parents[2] / "bench" / "rl" / "bench_smol_trl.py"
+    printed = subprocess.run([sys.executable, bench], capture_output=True, text=True, check=True).stdout
+    assert printed in (DOCS / "data" / "smol_settings.md").read_text()
+    minutes, rates = zip(*((row.split(" | ")[3], row.split(" | ")[5]) for row in printed.splitlines()[2:]), strict=True)
+    told = f"take {minutes[1]} minutes, ours {minutes[0]}: {rates[1]} and {rates[0]} tokens a minute"
     assert told in " ".join((DOCS / "smol.md").read_text().split())
 
 
