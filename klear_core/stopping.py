@@ -97,7 +97,7 @@ def sigterm_handler_kept() -> Iterator[None]:
 
 @contextmanager
 def signal_mask(how: int, *numbers: signal.Signals) -> Iterator[None]:
-    """Block or unblock signals in this thread, and in what it starts in the block; `how` as `pthread_sigmask` has it."""
+    """Block or unblock signals in this thread and in what it starts in the block; `how` as `pthread_sigmask` has it."""
     before = signal.pthread_sigmask(how, numbers)
     try:
         yield
