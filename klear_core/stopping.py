@@ -106,6 +106,17 @@ def signal_mask(how: int, *numbers: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
+def signals_kept_from_ray() -> Iterator[None]:
+    """Start Ray in the block: its processes then get neither SIGTERM nor SIGUSR1, and our handler of SIGTERM stays.
+
+    Schedulers send both to all processes of a job. The run answers them, and saves a checkpoint with Ray's processes.
+    If the raylet has gone, Ray ends the driver with status 1 and not a word, or waits for a minute.
+    """
+    with sigterm_handler_kept(), signal_mask(signal.SIG_BLOCK, *_NUMBERS):
+        yield
+
+
+@contextmanager
 def signals_held() -> Iterator[None]:
     """Let a first signal take effect only after the block, which is short and must not end halfway; a second at once.
 

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -44,7 +43,7 @@ from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.factory import start_with_endpoints
 from klear_core.generate.model_size import size_of_hf
 from klear_core.hf_config import read_hf_config
-from klear_core.stopping import signal_mask, sigterm_handler_kept
+from klear_core.stopping import signals_kept_from_ray, sigterm_handler_kept
 from klear_core.verify import JudgePool
 
 if TYPE_CHECKING:
@@ -165,10 +164,7 @@ def ray_session(needs: Needs) -> Iterator[None]:
     where = f"the Ray cluster at {address}" if address else "this machine"
     with no_orphans(), ray_messages_logged():
         try:
-            # Schedulers send these to all processes of a job. The run answers them: it saves a checkpoint with Ray's
-            # processes, and without the raylet Ray would end this one at once, with status 1 and not a word.
-            mask = signal_mask(signal.SIG_BLOCK, signal.SIGUSR1, signal.SIGTERM)
-            with sigterm_handler_kept(), mask:
+            with signals_kept_from_ray():
                 logs = _init(address, needs)
             when_there(lambda: _check_cpus(ray.cluster_resources(), needs, where=where), wait_s=needs.wait_s)
             _gpus_of_cluster[:] = [int(ray.cluster_resources().get("GPU", 0))]
