@@ -30,7 +30,7 @@ from klear_core import errors
 from klear_core.config.curate import ExecutorConfig, LocalExecutorConfig, RayExecutorConfig, SlurmExecutorConfig
 from klear_core.data.curation.work_plan import Progress, Tasks
 from klear_core.errors import ConfigError, KlearError, ResourceError
-from klear_core.stopping import die_with_parent, signals_kept_from_ray, sigterm_handler_kept
+from klear_core.stopping import die_with_parent, sigterm_handler_kept
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def _run_on_ray(executor: RayPipelineExecutor, cfg: RayExecutorConfig, errors_fo
         address = cfg.address or os.environ.get("RAY_ADDRESS") or "local"
         # A cluster knows its own cores; a local one is limited to those that this process may use.
         num_cpus = cfg.workers if address == "local" else None
-        with signals_kept_from_ray():
+        with sigterm_handler_kept():
             ray.init(
                 address=address, num_cpus=num_cpus, log_to_driver=False, include_dashboard=False, logging_level="error"
             )
