@@ -44,6 +44,8 @@ _SPLITS = frozenset(["train", "test", "validation", "valid", "val", "dev"])
 """Names of splits by which `datasets` recognises files."""
 _SHARD = re.compile(r"(?P<before>.*?)(?P<index>\d{4,6})(?P<after>-of-(?P<count>\d{4,6}).*)")
 """Name of one of several shards, `data/train-00002-of-00010.parquet`."""
+_SHARD_HASH = re.compile(r"(?<=-of-\d{5})-[0-9a-f]{16}(?=\.)")
+"""Hash that `datasets` put into the names of shards until 2023, another one in each: `train-00000-of-00039-e991a271db…`."""
 _SHOWN = 8
 
 
@@ -299,10 +301,11 @@ def _check_shards(names: Sequence[str], source: FileSource | HubSource) -> None:
     A pattern that leaves some of them out on purpose is followed.
     """
     pattern = _pattern(source) or "*"
-    shards = [match for match in map(_SHARD.fullmatch, names) if match]
+    plain = [_SHARD_HASH.sub("-*", name) for name in names]
+    shards = [match for match in map(_SHARD.fullmatch, plain) if match]
     sets = {(shard["before"], len(shard["index"]), shard["after"], int(shard["count"])) for shard in shards}
     expected = {f"{before}{i:0{width}d}{after}" for before, width, after, count in sets for i in range(count)}
-    missing = sorted(name for name in expected.difference(names) if fnmatchcase(name, pattern))
+    missing = sorted(name for name in expected.difference(plain) if fnmatchcase(name, pattern))
     if missing:
         raise DataError(
             f"{origin(source)}: {len(missing)} of its shards are missing ({_some(missing)}): fetch them, or "

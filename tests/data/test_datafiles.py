@@ -98,6 +98,19 @@ def test_a_missing_shard_is_named_unless_a_pattern_leaves_it_out(tmp_path):
     assert answers(FileSource(path=str(tmp_path / "train-00000-of-*.parquet"))) == ["0"]
 
 
+def test_shards_whose_names_have_a_hash_each_are_one_set(tmp_path):
+    names = [f"train-0000{i}-of-00003-{i + 10:016x}.parquet" for i in range(3)]  # as deepmind/code_contests has them
+    for i, name in enumerate(names):
+        write_parquet(tmp_path / name, rows_of(i))
+    for path in (tmp_path, tmp_path / "train-*.parquet"):
+        assert answers(FileSource(path=str(path))) == ["0", "2", "4"]
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(DataError, match=r"1 of its shards are missing \(train-00001-of-00003-\*.parquet\)"):
+        data_files(FileSource(path=str(tmp_path)))
+    assert answers(FileSource(path=str(tmp_path / "train-00000-of-*.parquet"))) == ["0"]
+    assert answers(FileSource(path=str(tmp_path / f"{names[2][:20]}*.parquet"))) == ["4"]
+
+
 def test_files_of_two_formats_are_refused_before_any_is_read(tmp_path):
     write_parquet(tmp_path / "a.parquet", rows_of(1))
     write_parquet(tmp_path / "b.parquet", [{"question": "q", "answer": "#### 1"}])
