@@ -346,10 +346,9 @@ def _cell_row(names: list[str], cells: list[str], where: str, columns: frozenset
     if len(cells) != len(names):
         detail = f"{len(cells)} cells under {len(names)} names of columns"
         return BrokenRow(where=where, reason="wrong_columns", detail=detail)
-    if not _is_utf8(cells):
-        return BrokenRow(where=where, reason="not_utf8", detail="bytes that are not text")
     named = zip(names, cells, strict=True)
-    return FileRow(where=where, fields={n: _value_of(c) for n, c in named if n and (not columns or n in columns)})
+    fields: dict[str, object] = {n: _value_of(c) for n, c in named if n and (not columns or n in columns)}
+    return _as_row(fields, where=where, text="\n".join(cells))
 
 
 def _no_cells(error: csv.Error, where: str, max_row_bytes: int) -> BrokenRow:

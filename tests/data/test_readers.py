@@ -66,6 +66,17 @@ def test_json_in_a_cell_is_what_it_holds_if_it_is_objects(tmp_path):
     assert row.fields == {"prompt": [{"role": "user"}], "truth": {"a": 1}, "answer": "[1, 2]", "set": "{1, 2}"}
 
 
+def test_half_a_character_in_the_json_of_a_cell_costs_its_row_alone(tmp_path):
+    path = tmp_path / "a.csv"
+    halves = [r"\ud83d\ude00", r"\ud83d"]
+    lines = [f'"[{{""role"": ""user"", ""content"": ""1+1? {half}""}}]",2\n' for half in halves]
+    path.write_text("messages,answer\n" + "".join(lines) + r"\ud83d as text,3")
+    whole, broken, text = read_rows(path)
+    assert whole.fields == {"messages": [{"role": "user", "content": "1+1? \U0001f600"}], "answer": "2"}
+    assert broken.reason == "not_utf8"
+    assert text.fields == {"messages": r"\ud83d as text", "answer": "3"}
+
+
 def test_a_broken_row_of_cells_is_reported_with_its_line_and_the_others_are_read(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b'q,a,\n1,2,\n\n1\n1,2,3,4\n\xff,2,\n"x"y,2,\n' + b"z" * 60 + b',1,\n3,4,\n"5,6,\n')
