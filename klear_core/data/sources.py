@@ -39,12 +39,21 @@ from klear_core.data.datafiles import (
 )
 from klear_core.data.formats.code_rows import QuestionTables
 from klear_core.data.formats.detect import schema_for
-from klear_core.data.formats.fields import Fields, RowError, Schema, contest_id, head_of, is_empty_row, stated_id
+from klear_core.data.formats.fields import (
+    Fields,
+    RowError,
+    Schema,
+    check_is_whole,
+    contest_id,
+    head_of,
+    is_empty_row,
+    stated_id,
+)
 from klear_core.data.formats.references import has_half_character
 from klear_core.data.generated.puzzles import check_generated, domain_of_generated, generate
 from klear_core.data.readers import BrokenRow, FileRow, read_rows
 from klear_core.errors import ConfigError, DataError
-from klear_core.types import CodeReference, CustomReference, Domain, Dropped, domain_of
+from klear_core.types import CodeReference, CustomReference, Domain, Dropped, MathReference, domain_of
 
 T = TypeVar("T")
 
@@ -276,7 +285,7 @@ def _parser_of(
 ) -> Callable[[Fields, Schema, str], Candidate]:
     """Return the function that makes a candidate of a row; questions that are elsewhere are looked up in `tables`."""
     domain = None if source.domain is None else Domain(source.domain)
-    parse = partial(_candidate, source=source_name(source), domain=domain)
+    parse = partial(_candidate, source=source_name(source), domain=domain, is_mapped=source.fields is not None)
     if tables is None:
         return parse
     complete = tables.completed
@@ -303,9 +312,13 @@ def _parse_rows(
     return parse_rows(rows, parse_row, limit=source.limit)
 
 
-def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain: Domain | None) -> Candidate:
+def _candidate(
+    fields: Fields, schema: Schema, row: str, *, source: str, domain: Domain | None, is_mapped: bool
+) -> Candidate:
     question = schema.question(fields)
     reference = schema.reference_of(fields, domain=domain)
+    if isinstance(reference, MathReference) and not is_mapped:
+        check_is_whole(question, fields)
     if has_half_character(reference):  # no file in UTF-8 could hold it
         raise RowError("not_utf8", "reference", "a JSON text in it escapes one half of a surrogate pair")
     return Candidate(

@@ -98,6 +98,30 @@ def test_a_file_that_cannot_be_used_is_found_by_its_first_rows(tmp_path, rows, m
         check_source(FileSource(path=file_of(tmp_path, rows)))
 
 
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"choices": ["0", "4", "2"], "answer": 1}, "options_left_out"),  # cais/mmlu: the answer is an index
+        ({"options": {"A": "3", "B": "5"}, "answer": "5"}, "options_left_out"),  # GBaker/MedQA-USMLE-4-options
+        ({"choices": {"text": ["3", "5"], "label": ["A", "B"]}, "answer": "B"}, "options_left_out"),
+        ({"images": [{"bytes": "x"}], "answer": "5"}, "not_text"),  # hiyouga/geometry3k
+        ({"image": "data:image/png;base64,AA", "answer": "5"}, "not_text"),  # cais/hle
+    ],
+)
+def test_a_question_whose_options_or_image_are_in_another_column_is_not_one_without_them(row, reason, tmp_path):
+    empty = {"choices": [], "options": None, "images": [], "image": ""}
+    path = file_of(tmp_path, [{"question": "Which is prime?", **row}, {"question": "1+1?", **empty, "answer": 2}])
+    lost, whole = read_source(FileSource(path=path), seed=0)
+    assert (lost.reason, whole.question) == (reason, "1+1?")
+    mapped = FileSource(path=path, fields={"question": "question", "answer": "answer"})
+    assert [row.question for row in read_source(mapped, seed=0)] == ["Which is prime?", "1+1?"]
+
+
+def test_options_that_the_question_shows_are_not_left_out(tmp_path):
+    path = file_of(tmp_path, [{"problem": "Which is prime? A) 4 B) 5", "options": ["4", "5"], "answer": "B"}])
+    assert [row.reference.answers for row in read_source(FileSource(path=path), seed=0)] == [("B",)]
+
+
 def test_a_missing_file_is_a_config_error_that_names_it(tmp_path):
     with pytest.raises(ConfigError, match=r"gone\.jsonl: no such file"):
         check_source(FileSource(path=str(tmp_path / "gone.jsonl")))

@@ -328,6 +328,36 @@ def message_text(message: Fields) -> str:
     return text_at({key: "".join(texts)}, key)
 
 
+_OPTION_KEYS = ("options", "choices")
+"""Columns of multiple choice: a list, or an object whose values are options or lists of them."""
+_IMAGE_KEYS = ("image", "images")
+
+
+def check_is_whole(question: str, fields: Fields) -> None:
+    """Raise RowError if other columns of the row hold an image, or options that the question does not show."""
+    for key in _IMAGE_KEYS:
+        if fields.get(key):
+            raise RowError("not_text", key, "the question has an image")
+    for key in _OPTION_KEYS:
+        missing = [option for option in _options_in(fields.get(key)) if option not in question]
+        if missing:
+            raise RowError(
+                "options_left_out",
+                key,
+                f"the question lacks {missing[0][:60]!r} and its other options: write them into the question, or say "
+                "by the source's `fields` that they do not belong to it",
+            )
+
+
+def _options_in(value: object) -> list[str]:
+    """Return the options of a row; empty if the value is no list or object."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if not isinstance(value, list):
+        return []
+    return [text for one in value for text in (_options_in(one) or [str(one).strip()]) if one is not None]
+
+
 def _shown(value: object) -> str:
     return f"{type(value).__name__} {str(value)[:60]!r}"
 
