@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import re
 import unicodedata
 from dataclasses import dataclass
+from itertools import groupby
+from textwrap import dedent
 from urllib.parse import unquote
 
 _ENTITY = re.compile(
@@ -110,9 +113,11 @@ _LONE_LETTERS = r"\s(?<=[^\W\d_]\s)(?<![^\W\d_][^\W\d_]\s)\s*(?=[^\W\d_](?![^\W\
 _PRIME = r"(?<=[\W_][^\W\d_])'(?![^\W\d_])|(?<=[)'])'(?![^\W\d_])"
 _TOKEN = (
     r"[^\W\d_]+|\d+(?:\.\d+)?|"
-    r"[-+*/=<>!^|()\[\]&%\u0304\u0305\u2190-\u22ff\u27c0-\u27ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|" + _PRIME
+    r"[-+*/=<>!^|()\[\]&%\u0304\u0305\u2190-\u22ff\u27c0-\u27ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|[\ue100-\ue1ff]{8}|"
+    + _PRIME
 )
-"""Numbers, runs of letters, signs with a meaning in mathematics (also primes, set braces, and the two group marks)."""
+"""Numbers, runs of letters, signs with a meaning in mathematics (also primes, set braces, the two group marks, and the
+marks of drawings)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,17 +135,26 @@ _ASCII = _Patterns(
 _GROUP_PIECE = re.compile(r"\\[a-z]+|\\.|[{}]|[^\\{}]+", re.DOTALL)
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Private characters for braces with a meaning: `2^{x+1}` is not `2^x+1`."""
+_LEAST_DRAWN = 3
+"""Lines of a drawing, at least."""
+_NOT_DRAWN = re.compile(r"[^\W_]{3}|\\[a-zA-Z()\[\]\\]|[{}$`]")
+"""A word, a long number, LaTeX, code or Markdown, of which no line of a drawing has any."""
+_HIDDEN = re.compile("[\U000e0100-\U000e01ef]{2,}")
+"""Characters without a picture of their own, in which a text can be hidden behind an emoji."""
+_FIRST_MARK = 0xE100
+"""Private characters, one for each value of a byte, for the hash that stands for a drawing."""
 
 
 def tokens_of(text: str) -> list[str]:
     """Return the text's tokens, lower-cased: numbers, runs of letters, and signs that have a meaning in mathematics.
 
     White space, other punctuation, dollar signs and LaTeX commands that only affect layout are dropped. So are braces,
-    except around the arguments of several tokens: `2^{x+1}` is not `2^x+1`, while `x^{2}` is `x^2`.
+    except around the arguments of several tokens: `2^{x+1}` is not `2^x+1`, while `x^{2}` is `x^2`. A drawing (a board, a
+    picture of characters), in which these make the difference, is one token.
     """
     if text.isascii() and text.isdigit():
         return [text]  # most answers
-    plain = _ascii_letters(_without_layout(_decoded(text)))
+    plain = _ascii_letters(_without_layout(_with_marked_drawings(_decoded(text))))
     # A pattern is only tried on texts with the sign that it begins with: most texts are prose.
     if "," in plain:
         plain = _THOUSANDS_COMMA.sub("", plain)
@@ -198,6 +212,34 @@ def _repaired(match: re.Match[str]) -> str:
         return match[0].encode("cp1252").decode()
     except UnicodeError:
         return match[0]
+
+
+def _with_marked_drawings(text: str) -> str:
+    """Return the text with a hash in place of each drawing: of such a block of lines, and of a text behind an emoji."""
+    plain = text if text.isascii() else _HIDDEN.sub(lambda m: _mark_of(m[0]), text)
+    if plain.count("\n") + 1 < _LEAST_DRAWN:
+        return plain
+    pieces: list[str] = []
+    for is_drawing, block in groupby(plain.split("\n"), key=_may_be_drawn):
+        lines = [line.rstrip() for line in block]
+        if is_drawing and sum(map(bool, lines)) >= _LEAST_DRAWN:
+            pieces.append(_mark_of(dedent("\n".join(lines)).strip("\n")))
+        else:
+            pieces += lines
+    return "\n".join(pieces)
+
+
+def _may_be_drawn(line: str) -> bool:
+    """Return whether a line is empty, or consists of signs with few letters and digits among them."""
+    if _NOT_DRAWN.search(line):
+        return False  # most lines
+    signs = "".join(line.split())
+    return 3 * sum(map(str.isalnum, signs)) <= len(signs)
+
+
+def _mark_of(drawing: str) -> str:
+    digest = hashlib.blake2b(drawing.encode(errors="surrogatepass"), digest_size=8).digest()
+    return f" {''.join(chr(_FIRST_MARK + byte) for byte in digest)} "
 
 
 def _without_layout(text: str) -> str:

@@ -119,10 +119,25 @@ def test_typesetting_does_not_matter(one, other):
         ("a**b**c", "abc"),
         ("x *y* z", "xyz"),
         ("x<sup>2</sup>", "x2"),
+        ("Board:\n_ Q _ _\n_ _ _ _\n_ _ _ _", "Board:\n_ _ _ _\n_ Q _ _\n_ _ _ _"),
+        ("Count:\n####\n#  #\n####", "Count:\n#####\n#   #\n#####"),
+        ("Solve:\n✅❌✅\n❌❔❌\n✅❌✅", "Solve:\n✅❌✅\n❌❌❌\n❔❌✅"),
+        ("Decode 😀\U000e0158\U000e0159", "Decode 😀\U000e0158\U000e015a"),
     ],
 )
 def test_what_changes_the_meaning_stays(one, other):
     assert tokens_of(one) != tokens_of(other)
+
+
+def test_a_drawing_is_the_same_at_any_indentation_and_with_any_line_ends():
+    drawing = "Count the rectangles:\n\n  ####\n  #  #\n\n  ####\n\nof this picture"
+    other = drawing.replace("\n  ", "\n").replace("\n", " \r\n")
+    assert tokens_of(drawing) == tokens_of(other)
+
+
+def test_lines_of_formulas_code_and_tables_are_no_drawing():
+    text = "\\[\nx = \\frac{1}{2}\n\\]\n$$\n1, 2;\n3, 4;\n5, 6;\n}\n}\n}\n| 0.5 | 12 |\n| 0.6 | 13 |\n| 0.7 | 14 |"
+    assert tokens_of(text) == tokens_of(text.replace("\n", " "))
 
 
 def test_other_scripts_have_words_too():

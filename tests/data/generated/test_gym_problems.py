@@ -9,6 +9,7 @@ import pytest
 
 from klear_core.config.data import REASONING_GYM, BenchmarkConfig, GymSource
 from klear_core.data.candidates import Candidate
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.generated.gym_problems import BY_MATH, BY_TEXT, as_candidates, content_of, problems_here
 from klear_core.data.sources import check_source, read_source
 from klear_core.errors import ConfigError
@@ -93,6 +94,12 @@ def test_only_the_wording_differs_so_it_is_the_same_problem():
     )
     assert content_of("aiw", "Alice has 3 sisters.", "3") == content_of("aiw", "Mary has 3 sisters.", "3")
     assert content_of("aiw", "Alice and Tom", "3") != content_of("aiw", "Alice and Alice", "3")
+
+
+@pytest.mark.parametrize("task", ["emoji_mystery", "modulo_grid", "n_queens", "rectangle_count"])
+def test_problems_that_differ_in_a_drawing_are_no_copies_to_curation(task):
+    questions = [tokens_of(candidate.question) for candidate in candidates(task, 6)]
+    assert len(set(map(tuple, questions))) == 6
 
 
 def test_other_numbers_another_answer_or_another_task_are_another_problem():
