@@ -111,13 +111,16 @@ _SUBSCRIPT = re.compile(r"([_^][A-Za-z])(?=[A-Za-z])")
 _LONE_LETTERS = r"\s(?<=[^\W\d_]\s)(?<![^\W\d_][^\W\d_]\s)\s*(?=[^\W\d_](?![^\W\d_]))"
 """White space between single letters, which are joined: some sources write the triangle ABC as `A B C`."""
 _PRIME = r"(?<=[\W_][^\W\d_])'(?![^\W\d_])|(?<=[)'])'(?![^\W\d_])"
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
+"""Chinese and Japanese characters. Nothing separates words there, so that a whole clause would be one word."""
+_LETTER = rf"[^\W\d_{_UNSPACED}]"
 _TOKEN = (
-    r"[^\W\d_]+|\d+(?:\.\d+)?|"
+    rf"{_LETTER}+|[{_UNSPACED}]|\d+(?:\.\d+)?|"
     r"[-+*/=<>!^|()\[\]&%\u0304\u0305\u2190-\u22ff\u27c0-\u27ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|[\ue100-\ue1ff]{8}|"
     + _PRIME
 )
-"""Numbers, runs of letters, signs with a meaning in mathematics (also primes, set braces, the two group marks, and the
-marks of drawings)."""
+"""Numbers, runs of letters, single Chinese and Japanese characters, signs with a meaning in mathematics (also primes, set
+braces, the two group marks, and the marks of drawings)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,7 @@ class _Patterns:
 _ANY = _Patterns(lone_letters=re.compile(_LONE_LETTERS), token=re.compile(_TOKEN))
 _ASCII = _Patterns(
     lone_letters=re.compile(_LONE_LETTERS.replace(r"[^\W\d_]", "[a-z]")),
-    token=re.compile(_TOKEN.replace(r"[^\W\d_]", "[a-z]").replace(r"\d", "[0-9]")),
+    token=re.compile(_TOKEN.replace(_LETTER, "[a-z]").replace(r"[^\W\d_]", "[a-z]").replace(r"\d", "[0-9]")),
 )
 """The same for ASCII text in lower case, in which they are found twice as fast."""
 _GROUP_PIECE = re.compile(r"\\[a-z]+|\\.|[{}]|[^\\{}]+", re.DOTALL)
@@ -146,7 +149,8 @@ _FIRST_MARK = 0xE100
 
 
 def tokens_of(text: str) -> list[str]:
-    """Return the text's tokens, lower-cased: numbers, runs of letters, and signs that have a meaning in mathematics.
+    """Return the text's tokens, lower-cased: numbers, words (each character of Chinese and Japanese), and signs that have
+    a meaning in mathematics.
 
     White space, other punctuation, dollar signs and LaTeX commands that only affect layout are dropped. So are braces,
     except around the arguments of several tokens: `2^{x+1}` is not `2^x+1`, while `x^{2}` is `x^2`. A drawing (a board, a

@@ -58,6 +58,23 @@ def test_nine_words_in_a_row_condemn_and_eight_do_not():
     assert guard.leak_in(prompt("once upon " + " ".join(words[1:9]) + " a time")) is None
 
 
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "请你小明有3个苹果，又买了5个，妈妈又给了他2个，小明现在总共有多少个苹果？",
+        "りんごは全部でいくつありますか答えなさい",
+    ],
+)
+def test_characters_are_the_words_of_scripts_without_spaces(copy):
+    questions = [
+        "小明有3个苹果，又买了5个，妈妈又给了他2个，请问小明现在一共有多少个苹果？",
+        "りんごは全部でいくつありますか",
+    ]
+    guard = protect(*questions)
+    assert guard.leak_in(prompt(copy)) is not None
+    assert guard.leak_in(prompt("小红有3支铅笔，又买了5支，一共有多少支铅笔？")) is None
+
+
 def test_the_drop_names_the_question_and_the_words():
     leak = protect("nothing alike", ALPHABET).leak_in(prompt("X " + ALPHABET.upper()))
     assert (leak.step, leak.reason) == ("decontaminate", "in_bench")

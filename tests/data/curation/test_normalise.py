@@ -141,4 +141,4 @@ def test_lines_of_formulas_code_and_tables_are_no_drawing():
 
 
 def test_other_scripts_have_words_too():
-    assert tokens_of("Найдите x. 求解 y") == ["найдите", "x", "求解", "y"]
+    assert tokens_of("Найдите x. 求解 y") == ["найдите", "x", "求", "解", "y"]
