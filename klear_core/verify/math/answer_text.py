@@ -265,6 +265,18 @@ _VALUE_AT = tuple(
     )
 )
 """How a sentence states a value; the first group is the value."""
+_CONCLUDED = (
+    re.compile(
+        r"^\W*(?:and |yes, )?(?:so|thus|hence|therefore)\b,?\s+(?:we (?:get|have|find) )?"
+        r"((?:\$|\\\()?\s*[a-zA-Z](?:_\w)?(?:\([a-z]\))?\s*=.*)$",
+        re.I | re.S,
+    ),
+    re.compile(r"^.*\b(?:is|are|was|were|be|equals?|gives?|has|have)\s+(\S.*)$", re.I | re.S),
+)
+"""How a conclusion states a value: an equation, or what follows the last verb."""
+_BOUNDING_WORDS = re.compile(
+    r"\b(?:at (?:least|most)|(?:more|less|greater|fewer) than|or (?:more|less|greater|fewer)|between|or|and)\b", re.I
+)
 _FILLER = re.compile(
     r"^(?:(?:indeed|definitely|simply|just|therefore|thus|then|clearly|also|still|again|option|choice"
     r"|donc|quindi|dunque|pertanto|portanto|daher|somit|folglich)\s+)+",
@@ -375,11 +387,23 @@ def _value_in(sentence: str) -> str | None:
     for pattern in _VALUE_AT:
         found = pattern.search(text)
         if found is not None:
-            value = found[1].strip().rstrip(".!。").strip()
-            value = _FILLER.sub("", value.removeprefix(":").strip())
+            value = _without_end(found[1])
             is_short = 0 < len(value) <= _MAX_VALUE_CHARS and len(_WORDS.findall(value)) <= 3
             return value if is_short and not re.search(r"[.?!]\s", value) else None
+    for pattern in _CONCLUDED:
+        found = pattern.search(text)
+        value = _without_end(found[1]) if found is not None else ""
+        has_other_words = _WORDS.search(_BOUNDING_WORDS.sub(" ", value)) is not None
+        if 0 < len(value) <= _MAX_VALUE_CHARS and re.search(r"\d", value) and not has_other_words:
+            return value
     return None
+
+
+def _without_end(value: str) -> str:
+    """Return a value without the end of its sentence and the words that lead to it; `5!.` is a factorial."""
+    value = value.strip()
+    value = value[:-1] if value.endswith("!.") else value.rstrip(".!。")
+    return _FILLER.sub("", value.strip().removeprefix(":").strip())
 
 
 def _stating_sentence(text: str) -> str | None:

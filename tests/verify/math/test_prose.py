@@ -55,6 +55,12 @@ STATED = [
     ("101", "La risposta è quindi 101."),
     ("101", "Die Antwort ist daher 101."),
     ("101", "A resposta é portanto 101."),
+    ("5,6", "Therefore, x = 5 or x = 6."),
+    ("(2,3)", "So the point is (2, 3)."),
+    ("3:4", "Therefore, the ratio is 3:4."),
+    ("x^2+1", "Thus f(x) = x^2 + 1."),
+    ("x>6", "Hence x is greater than 6, so the solution is x > 6."),
+    ("24", "Hence, the number of orders is 4!."),
 ]
 
 
@@ -75,6 +81,16 @@ WRONG = [
     ("7", "The area is not 7."),
     ("7", "The area is 7 but the perimeter is wrong."),
     ("7", "The area is maybe 7."),
+    ("6", "Therefore x is 5 or 6."),
+    ("6", "Therefore, x = 5 or x = 6."),
+    ("6", "So the total is at least $6$."),
+    ("6", "So the total is greater than 6."),
+    ("6", "So the total is between 5 and 6."),
+    ("4", "So there are 4 or more."),
+    ("3", "So the point is (2, 3)."),
+    ("3", "Therefore, the ratio is 3:4."),
+    ("1", "Thus f(x) = x^2 + 1."),
+    ("4", "Hence, the number of orders is 4!."),
 ]
 
 
