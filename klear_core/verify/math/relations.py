@@ -48,6 +48,12 @@ _PARAMETERS = re.compile(
 )
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq"}
 _MAX_PARTS = 16
+_MOD = r"(?:\\(?:text|mathrm|operatorname)\s*\{\s*\(?\s*mod\s*\}|\\[pb]?mod(?![a-zA-Z])|(?<![\\A-Za-z])mod(?![A-Za-z]))"
+_SHORT_INTEGER = re.compile(r"[+-]?\d{1,100}", re.ASCII)
+_EQUIVALENT = re.compile(r"\\equiv(?![a-zA-Z])|≡")
+_MODULUS = re.compile(
+    rf"^(?P<sides>.+?)\s*,?\s*\(?\s*{_MOD}\s*\{{?(?P<modulus>(?:[^{{}}()=<>]|\{{[^{{}}]*\}})+)\}}?\s*\)?$", re.S
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +229,44 @@ def _tuples_of_assignments(parts: list[str], joints: list[str]) -> str | None:
     if len(names) < 2 or any(sorted(group) != names for group in groups):
         return None
     return ", ".join(f"({','.join(group[name] for name in names)})" for group in groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Congruence:
+    """`n \\equiv 1, 3 \\pmod 4`; the left side is empty in `1 \\pmod 4`."""
+
+    left: str
+    right: str
+    modulus: str
+
+
+def read_congruence(text: str) -> Congruence | None:
+    """Return the congruence that a text states; None if it names no modulus."""
+    found = _MODULUS.fullmatch(text)
+    if found is None:
+        return None
+    # `1 (\\text{mod } 4)` was read as a product.
+    *lefts, right = _EQUIVALENT.split(found["sides"].removesuffix(r"\cdot"))
+    return Congruence(left=_bare(lefts[0]) if lefts else "", right=right.strip(), modulus=_bare(found["modulus"]))
+
+
+def same_congruence(gold: Congruence, answer: Congruence) -> bool:
+    """Return whether two congruences have the same left side, modulus and residues: 5 is 1 modulo 4."""
+    is_same_left = not gold.left or not answer.left or gold.left == answer.left
+    return is_same_left and gold.modulus == answer.modulus and _residues(gold) == _residues(answer)
+
+
+def _residues(congruence: Congruence) -> set[str]:
+    """Return the residues of `1, 3` or `\\pm 1`, least ones if they and the modulus are integers."""
+    found: set[str] = set()
+    for part in listed(congruence.right):
+        value = _bare(part)
+        signs = ("", "-") if value.startswith(r"\pm") else ("",)
+        found |= {sign + value.removeprefix(r"\pm") for sign in signs}
+    is_number = _SHORT_INTEGER.fullmatch(congruence.modulus) is not None and int(congruence.modulus) != 0
+    if not is_number or not all(map(_SHORT_INTEGER.fullmatch, found)):
+        return found
+    return {str(int(value) % int(congruence.modulus)) for value in found}
 
 
 def split_values(text: str) -> tuple[str, ...]:

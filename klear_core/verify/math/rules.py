@@ -10,6 +10,7 @@ from typing import assert_never
 from klear_core.config.verify import MathConfig
 from klear_core.verify.math.answer_text import MathAnswer, is_balanced, normalise, same_text_or_integers
 from klear_core.verify.math.numbers import based_number, has_split_digits, is_numeric, names_a_base
+from klear_core.verify.math.relations import read_congruence, same_congruence
 from klear_core.verify.math.text_compare import ONE_WRAPPER, AlgebraComparison, Pair, compare_values, in_digits
 from klear_core.verify.math.units import read_compound, read_unit
 from klear_core.verify.math.words import phrase_words, same_phrase
@@ -195,6 +196,13 @@ def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
     same = _first(same_text_or_integers(gold, answer), _word_verdict(gold, answer), _based_verdict(gold, answer))
     if same is not None:
         return same
+    gold_congruence, answer_congruence = read_congruence(gold), read_congruence(answer)
+    if gold_congruence is not None and answer_congruence is not None:
+        return same_congruence(gold_congruence, answer_congruence)
+    if gold_congruence is not None and gold_congruence.left:
+        return False  # algebra would read one number of it
+    if answer_congruence is not None and answer_congruence.left:
+        answer = answer_congruence.right  # `3^5 \equiv 3 \pmod 5` states a value
     ratio = _ratio_verdict(gold, answer)
     if ratio is not None:
         return ratio

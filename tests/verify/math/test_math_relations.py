@@ -237,3 +237,27 @@ def test_statements_that_mean_the_same_are_right_both_ways(math_pool: JudgePool,
 def test_statements_that_mean_something_else_are_wrong_both_ways(math_pool: JudgePool, gold: str, answer: str) -> None:
     assert not is_right(math_pool, gold, answer)
     assert not is_right(math_pool, answer, gold)
+
+
+CONGRUENT = [
+    r"n \equiv 1 \pmod 4",
+    r"n\equiv 1 \mod 4",
+    "n≡1 (mod 4)",
+    r"n \equiv 1\ (\text{mod } 4)",
+    r"n \equiv -3 \pmod 4",
+]
+NOT_CONGRUENT = [
+    r"n \equiv 3 \pmod 4", r"n \equiv 1 \pmod{5}", r"p \equiv 1 \pmod{4}", r"n \equiv 1, 3 \pmod{4}", "4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gold", [r"n \equiv 1 \pmod{4}", r"n \equiv 1 \pmod 4"])
+def test_congruences_are_compared_by_sides_and_modulus(math_pool: JudgePool, gold: str) -> None:
+    assert [answer for answer in CONGRUENT if not is_right(math_pool, gold, answer)] == []
+    assert [answer for answer in NOT_CONGRUENT if is_right(math_pool, gold, answer)] == []
+    assert is_right(math_pool, r"n \equiv \pm 1 \pmod 6", r"n \equiv 1, 5 \pmod 6")
+
+
+def test_a_value_may_be_stated_by_a_congruence(math_pool: JudgePool) -> None:
+    assert is_right(math_pool, "4", r"3^{20} \equiv 4 \pmod 5")
+    assert not is_right(math_pool, "5", r"3^{20} \equiv 4 \pmod 5")
