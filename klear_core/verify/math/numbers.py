@@ -169,7 +169,7 @@ def read_conjugates(text: str) -> str:
     """Write a bar over one letter in one way, and a bar over a complex number as its conjugate."""
 
     def spelled(match: re.Match[str]) -> str:
-        inner = (match[1] or match[2]).strip()
+        inner = (match[1] or match[2] or "").strip()
         letters = set(_LETTER_RUNS.findall(inner))
         if letters == {"i"}:
             return f"({_IMAGINARY.sub('(-i)', inner)})"

@@ -1,7 +1,7 @@
 """Numbers by their spelling: spaced thousands, mixed numbers, words, bases, and integers beyond what a double holds."""
 
 import pytest
-from verify_builders import is_right
+from verify_builders import boxed, is_right, math_problem
 
 from klear_core.verify import JudgePool
 
@@ -263,3 +263,8 @@ def test_alternatives_in_a_reference_are_each_right(math_pool: JudgePool) -> Non
     gold = r"\frac{2015 \cdot 2013}{4} \text{ OR } \frac{4056195}{4}"
     assert is_right(math_pool, gold, r"\frac{4056195}{4}")
     assert not is_right(math_pool, gold, r"\frac{4056197}{4}")
+
+
+def test_a_bar_over_nothing_breaks_no_rule(math_pool: JudgePool) -> None:
+    verdict = math_pool.judge(math_problem("7"), boxed(r"7\overline{}"))
+    assert "raised" not in verdict.detail
