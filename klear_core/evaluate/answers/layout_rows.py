@@ -29,7 +29,8 @@ from klear_core.verify.math.answer_text import boxed_texts
 # Read the fields that several layouts of answer files have in common: references, scores, counts and texts.
 
 
-_AFTER_HASHES = re.compile(r"####\s*(\S.*)$", re.MULTILINE)
+_AFTER_HASHES = re.compile(r"####\s*(\S.*)\s*\Z")
+"""On the last line: elsewhere it is a heading of Markdown."""
 
 
 def math_reference(value: object, where: str) -> MathReference:
@@ -39,9 +40,9 @@ def math_reference(value: object, where: str) -> MathReference:
         return MathReference(answers=tuple(dict.fromkeys(answers)))
     text = answer_at({where: value}, where)
     # GSM8K's solutions end in `#### 1,234`.
-    after_hashes = _AFTER_HASHES.findall(text)
-    if after_hashes:
-        return MathReference(answers=(without_thousands_commas(after_hashes[-1].strip()),))
+    after_hashes = _AFTER_HASHES.search(text)
+    if after_hashes and not boxed_texts(after_hashes[1]):
+        return MathReference(answers=(without_thousands_commas(after_hashes[1].strip()),))
     # The last box: a worked solution may box results on its way.
     boxes = [box for box in boxed_texts(text) if box]
     return MathReference(answers=(bare_answer(boxes[-1] if boxes else text),))

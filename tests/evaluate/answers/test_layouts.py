@@ -92,6 +92,15 @@ def test_commas_are_dropped_from_the_number_of_a_worked_solution_and_not_from_a_
     assert [a.reference.answers for a in answers] == [("1234567",), ("(1, 2)",)]  # type: ignore[union-attr]
 
 
+def test_headings_of_a_worked_solution_are_not_its_answer(tmp_path: Path) -> None:
+    """`####` states the answer on the last line alone; before that it is a heading of Markdown."""
+    targets = ["#### Step 1\nAdd.\n\nSo it is $\\boxed{2}$.", "#### Sum\n1+1\n#### 2", "1+1\n#### so \\boxed{2}"]
+    rows = [lm_eval_row(doc_id=i, target=target) for i, target in enumerate(targets)]
+    _, answers, _ = read(jsonl(tmp_path / "samples_x.jsonl", *rows))
+    # the three rows have one question, and so three problems
+    assert [a.reference.answers for a in answers] == [("2",)] * 3  # type: ignore[union-attr]
+
+
 def test_lighteval_details_of_both_versions_give_the_same_answers(tmp_path: Path) -> None:
     new = {
         "doc": {"query": "1+1?", "choices": ["2", "3"], "gold_index": [0], "task_name": "lighteval|toy|0"},
