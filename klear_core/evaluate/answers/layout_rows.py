@@ -134,6 +134,8 @@ _PROGRAM_KEYS = frozenset({"entry_point", "canonical_solution", "test_list", "te
 """Keys of a document that state a programming task."""
 _NO_ANSWERS = ("cot", "tool_call", "internal_tool_call")
 """Types of messages in MathArena's conversations that are not an answer."""
+_OPTION = re.compile("[A-F]")
+_IN_PARENTHESES = re.compile(r"\(.*?\)")
 _NEMO_SCORES = ("symbolic_correct", "is_correct", "judge_correct")
 """Verdicts of NeMo-Skills, of its versions since 0.6 and before."""
 _INSPECT_GRADES = {"C": 1.0, "I": 0.0}
@@ -340,7 +342,7 @@ def _require_answer(message: Fields, where: str) -> None:
 
 def _qwen_math(fields: Fields) -> AnswerRow:
     texts = texts_in(value_at(fields, "code"), "code")
-    key = _first_key(fields, "answer", "gt")
+    key = _qwen_key(fields)
     return AnswerRow(
         question=text_at(fields, "question"),
         reference=math_reference(value_at(fields, key), key),
@@ -348,6 +350,18 @@ def _qwen_math(fields: Fields) -> AnswerRow:
         problem=first_text(fields, "idx"),
         row=row_name("idx", first_text(fields, "idx")),
     )
+
+
+def _qwen_key(fields: Fields) -> str:
+    """Return the key of the answer: `gt` is the one that the harness compared with, and often lost parts of it.
+
+    But of a choice, `answer` may be the number of the option (MMLU-STEM) or its text, and it may have a unit in
+    parentheses (`9 (apples)`, ASDiv), which answers need not have.
+    """
+    answer, compared = first_text(fields, "answer"), first_text(fields, "gt")
+    is_option = _OPTION.fullmatch(compared) is not None
+    has_unit = bool(compared) and _IN_PARENTHESES.sub("", answer).strip() == compared
+    return "gt" if is_option or has_unit else _first_key(fields, "answer", "gt")
 
 
 def _evalchemy(fields: Fields) -> AnswerRow:

@@ -310,6 +310,14 @@ def test_livecodebench_answers_are_programs_with_its_verdicts_and_are_read_once(
     assert [a.response for a in read(foreign_answers(submission))] == ["```python\nprint(1)\n```", "```python\n\n```"]
 
 
+def test_choices_and_units_of_qwen_math_are_compared_as_the_harness_does(tmp_path: Path) -> None:
+    """MMLU-STEM has the number of the option in `answer`, ASDiv a unit; else `gt` has lost parts of the answer."""
+    for answer, compared, expected in ((1, "B", "B"), ("9 (apples)", "9", "9"), ("(a+5)(b+2)", "(+5)(b+2)", None)):
+        row = {"idx": 0, "question": "?", "gt": compared, "answer": answer, "code": ["9"], "score": [True]}
+        (read_answer,) = read(foreign_answers(written(tmp_path / "mmlu_stem.jsonl", row)))
+        assert accepted(read_answer) == (expected or answer,)
+
+
 def test_nemo_skills_files_of_one_folder_are_samples_of_one_benchmark(tmp_path: Path) -> None:
     folder = tmp_path / "eval-results" / "aime24"
     row = {"problem": "1+1?", "expected_answer": "2", "generation": "\\boxed{2}", "predicted_answer": "2"}
