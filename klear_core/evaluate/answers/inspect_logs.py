@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import fmean
 
 from klear_core.errors import DataError
+from klear_core.evaluate.answers.layout_rows import OTHER_REFERENCE
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow
-from klear_core.types import CodeReference, CustomReference, MathReference, Reference, UnverifiableReference
+from klear_core.types import CodeReference, CustomReference, MathReference, Reference, UnverifiableReference, domain_of
 
 SUFFIX = ".eval"
 _ZSTANDARD = 93
@@ -147,6 +148,9 @@ def _sample(row: Generation, model: str) -> dict[str, object]:
     if verdict is not None and verdict.outcome.counts_for_model:
         value = {0.0: "I", 1.0: "C"}.get(verdict.score, verdict.score)
         score = {_SCORER: {"value": value, "explanation": verdict.detail}}
+    metadata = {"outcome": str(verdict.outcome)} if verdict else {}
+    if not isinstance(row.reference, MathReference):
+        metadata[OTHER_REFERENCE] = str(domain_of(row.reference))  # the target is no reference then
     return {
         "id": row.problem_id,
         "epoch": row.sample_idx + 1,
@@ -156,7 +160,7 @@ def _sample(row: Generation, model: str) -> dict[str, object]:
         "output": {"model": _model(model), "choices": [choice], "usage": usage[_model(model)]},
         "model_usage": usage,
         "scores": score,
-        "metadata": {"outcome": str(verdict.outcome)} if verdict else {},
+        "metadata": metadata,
     }
 
 

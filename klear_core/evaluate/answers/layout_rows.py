@@ -138,6 +138,8 @@ _OPTION = re.compile("[A-F]")
 _IN_PARENTHESES = re.compile(r"\(.*?\)")
 _NEMO_SCORES = ("symbolic_correct", "is_correct", "judge_correct")
 """Verdicts of NeMo-Skills, of its versions since 0.6 and before."""
+OTHER_REFERENCE = "klear_domain"
+"""Key in the metadata of our own logs of Inspect: the domain of a problem whose reference is not of math."""
 _INSPECT_GRADES = {"C": 1.0, "I": 0.0}
 _INSPECT_ENDS: Mapping[str, FinishReason] = {"stop": "stop", "max_tokens": "length"}
 _METRIC_KEYS = ("exact_match", "math_verify", "extractive_match", "pass@1", "acc")
@@ -440,13 +442,27 @@ def _inspect(fields: Fields) -> AnswerRow:
     name = first_text(sample, "id")
     return AnswerRow(
         question=user_message(sample, "input") if isinstance(sample.get("input"), list) else text_at(sample, "input"),
-        reference=math_reference(value_at(sample, "target"), "target"),
+        reference=_inspect_reference(sample),
         answers=(answer,),
         problem=name,
         row=row_name("sample", name) and f"sample {name}, epoch {first_text(sample, 'epoch')}",
         model=first_text(header, "model"),
         benchmark=first_text(header, "task"),
     )
+
+
+def _inspect_reference(sample: Fields) -> Reference:
+    """Return the target, or the tests in the metadata: of a program the target is its solution, or what tests it.
+
+    Our own logs of other references than of math have only a description of them.
+    """
+    target, metadata = value_at(sample, "target"), sample.get("metadata")
+    known = metadata if isinstance(metadata, Mapping) else {}
+    if OTHER_REFERENCE in known:
+        return UnverifiableReference(domain=Domain(str(known[OTHER_REFERENCE])), why="Klear's logs have no tests")
+    if _PROGRAM_KEYS & known.keys():
+        return _programming_task({"canonical_solution": target, **known})[1]
+    return math_reference(target, "target")
 
 
 def _inspect_text(content: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from klear_core.errors import DataError
 from klear_core.evaluate.answers.inspect_logs import write_logs
 from klear_core.evaluate.answers.layouts import foreign_answers
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, evaluation_answers
+from klear_core.types import CodeReference, StdinCase, StdinTests, UnverifiableReference
 
 
 def read(source: AnswerSource) -> list[Generation]:
@@ -40,6 +42,18 @@ def test_an_evaluation_s_answers_come_back_from_the_log_that_was_written_of_them
     assert (header["eval"]["dataset"]["samples"], header["eval"]["config"]["epochs"]) == (2, 2)
     num_tokens = sum(answer.num_tokens or 0 for answer in mine)
     assert header["stats"]["model_usage"]["klear/evaluate_rl"]["output_tokens"] == num_tokens > 0
+
+
+def test_programs_in_our_own_logs_can_be_shown_and_not_judged_as_math(tmp_path: Path) -> None:
+    """A log has no tests: its target says how many there are."""
+    (row, *_) = read(evaluation_answers(evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)]).path))
+    tests = StdinTests(cases=(StdinCase(input="1", output="2"),))
+    rows = [replace(row, reference=CodeReference(tests=tests))]
+    source = AnswerSource(name="code", origin="here", layout="klear", verify=None, read=lambda: iter(rows))
+    (log,) = write_logs(source, tmp_path / "logs")
+    (answer,) = read(foreign_answers(log))
+    assert isinstance(answer.reference, UnverifiableReference)
+    assert (answer.response, answer.verdict and answer.verdict.score) == (row.response, 1.0)
 
 
 def zstandard(text: str) -> bytes:

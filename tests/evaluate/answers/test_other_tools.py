@@ -361,6 +361,34 @@ def test_inspect_logs_in_json_have_epochs_reasoning_and_ends(tmp_path: Path) -> 
     assert "the sample failed" in unread.reason
 
 
+def test_programs_in_inspect_logs_have_the_tests_of_their_metadata(tmp_path: Path) -> None:
+    """The target is the published solution or the list of tests, and no answer to a math problem."""
+    output = {"choices": [{"message": {"role": "assistant", "content": "```python\nadd = sum\n```"}}]}
+    humaneval = {
+        "target": "    return a + b\n",
+        "metadata": {
+            "prompt": "def add(a, b):\n",
+            "test": "def check(f):\n    assert f(1, 2) == 3\n",
+            "entry_point": "add",
+        },
+    }
+    mbpp = {
+        "target": ["assert add(1, 2) == 3"],
+        "metadata": {"prompt": "Add.", "test_list": ["assert add(1, 2) == 3"], "task_id": 11},
+    }
+    bare = {"target": "return 3", "metadata": {"entry_point": "add"}}
+    for part in (humaneval, mbpp, bare):
+        sample = {"id": 1, "epoch": 1, "input": "Add.", "output": output, "scores": {}} | part
+        log = {"eval": {"task": "code", "model": "m"}, "samples": [sample]}
+        (row,) = foreign_answers(written(tmp_path / "x.json", log)).read()
+        if part is bare:
+            assert isinstance(row, UnreadRow)
+            assert "a programming task without tests" in row.reason
+        else:
+            assert isinstance(row, Generation)
+            assert isinstance(row.reference, CodeReference)
+
+
 # ---- files that the programs wrote here ----
 
 WRITTEN = Path(__file__).parents[2] / "files" / "written"
