@@ -65,19 +65,14 @@ def count_in(value: object) -> int | None:
 
 
 def texts_in(value: object, where: str) -> tuple[str, ...]:
-    """Return the answers in a field: a text, or lists of texts at any depth. Parquet may hold a list as its text."""
+    """Return the answers in a field: a text, or lists of texts at any depth."""
     if isinstance(value, str):
-        if value.startswith("[") and value.endswith("]"):
-            try:
-                return texts_in(ast.literal_eval(value), where)
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                return (value,)
         return (value,)
     if not isinstance(value, list | tuple):
         raise RowError("no_text", where, "holds no generated text: a task that only scores given choices")
     found: list[str] = []
     for part in value:
-        found += (part,) if isinstance(part, str) else texts_in(part, where)
+        found += texts_in(part, where)
     return tuple(found)
 
 
@@ -250,7 +245,7 @@ def _list_of_texts(target: object) -> object:
 
 def _lighteval(fields: Fields) -> AnswerRow:
     if "model_response" not in fields:
-        texts = texts_in(value_at(fields, "predictions"), "predictions")
+        texts = texts_in(literal(value_at(fields, "predictions")), "predictions")  # a list, before 0.10 as its text
         gold = literal(value_at(fields, "gold"))
         question = first_text(fields, "example", "full_prompt")
         return _lighteval_row(fields, question, gold, texts, tokens=[])

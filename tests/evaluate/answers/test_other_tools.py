@@ -83,6 +83,13 @@ def test_a_place_may_hold_one_text_a_list_or_a_conversation(tmp_path: Path) -> N
         assert [a.response for a in answers] == said, name
 
 
+def test_a_list_in_brackets_that_a_model_said_is_its_one_answer(tmp_path: Path) -> None:
+    places = places_in("question=q answer=gold response=x")
+    for i, said in enumerate(("[2, 3]", "['2', '3']", "[]", "[2]")):
+        file = written(tmp_path / f"{i}.jsonl", {"q": "Which primes are below 4?", "gold": "[2, 3]", "x": said})
+        assert [a.response for a in read(foreign_answers(file, places=places))] == [said]
+
+
 def test_rows_in_a_list_of_one_object_and_a_problem_with_tests_are_read_by_places(tmp_path: Path) -> None:
     rows = [{"q": "Print 1.", "tests": [{"input": "", "output": "1"}], "code": "print(1)"}]
     file = written(tmp_path / "all.json", {"meta": 1, "run": {"rows": rows}})
