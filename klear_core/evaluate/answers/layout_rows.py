@@ -136,7 +136,7 @@ _NEMO_SCORES = ("symbolic_correct", "is_correct", "judge_correct")
 OTHER_REFERENCE = "klear_domain"
 """Key in the metadata of our own logs of Inspect: the domain of a problem whose reference is not of math."""
 _INSPECT_GRADES = {"C": 1.0, "I": 0.0}
-_INSPECT_ENDS: Mapping[str, FinishReason] = {"stop": "stop", "max_tokens": "length"}
+_INSPECT_ENDS: Mapping[str, FinishReason] = {"stop": "stop", "max_tokens": "length", "model_length": "length"}
 _METRIC_KEYS = ("exact_match", "math_verify", "extractive_match", "pass@1", "acc")
 
 
@@ -464,11 +464,11 @@ def _inspect_text(content: object) -> str:
     """Return an answer of one text, or of parts; reasoning that came apart from it stands in think tags before it."""
     if isinstance(content, str):
         return content
-    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    if not isinstance(content, list):
+        raise RowError("no_answer", "output.choices.0.message.content", "holds no text")
+    parts = [part for part in content if isinstance(part, Mapping)]  # none: the model answered nothing
     thoughts = [str(part["reasoning"]) for part in parts if part.get("type") == "reasoning" and part.get("reasoning")]
     texts = [str(part["text"]) for part in parts if part.get("type") == "text" and part.get("text")]
-    if not parts:
-        raise RowError("no_answer", "output.choices.0.message.content", "holds no text")
     thought = "\n\n".join(thoughts)
     return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n\n".join(texts)
 

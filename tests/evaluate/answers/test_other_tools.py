@@ -368,6 +368,18 @@ def test_inspect_logs_in_json_have_epochs_reasoning_and_ends(tmp_path: Path) -> 
     assert "the sample failed" in unread.reason
 
 
+def test_an_empty_answer_in_an_inspect_log_is_an_answer(tmp_path: Path) -> None:
+    """A model that spends its window and says nothing has an empty list of parts, and is not left out of the score."""
+    samples = []
+    for i, content in enumerate(([], [{"type": "text", "text": "2"}]), start=1):
+        choice = {"message": {"role": "assistant", "content": content}, "stop_reason": "model_length"}
+        sample = {"id": 1, "epoch": i, "input": "1+1?", "target": "2", "scores": {"match": {"value": "I"}}}
+        samples.append(sample | {"output": {"choices": [choice]}})
+    log = {"eval": {"task": "toy", "model": "m"}, "samples": samples}
+    answers = read(foreign_answers(written(tmp_path / "x.json", log)))
+    assert [(a.response, a.finish_reason) for a in answers] == [("", "length"), ("2", "length")]
+
+
 def test_programs_in_inspect_logs_have_the_tests_of_their_metadata(tmp_path: Path) -> None:
     """The target is the published solution or the list of tests, and no answer to a math problem."""
     output = {"choices": [{"message": {"role": "assistant", "content": "```python\nadd = sum\n```"}}]}
