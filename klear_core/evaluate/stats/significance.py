@@ -287,6 +287,10 @@ def detectable_by(interval: Range, num_problems: int, *, confidence: float) -> f
     return (interval.high - interval.low) / 2 * (1 + float(ndtri(POWER)) / quantile)
 
 
+_LEAST_ERROR = 1e-12
+"""Error that a look may spend at least: small enough to matter nowhere, and large enough for quantiles to be exact."""
+
+
 def confidence_at(look: int, looks: Sequence[float], *, confidence: float) -> float:
     """Return the level for one of several looks at growing data, so that all together have the error of one.
 
@@ -297,7 +301,8 @@ def confidence_at(look: int, looks: Sequence[float], *, confidence: float) -> fl
 
     quantile = float(ndtri(0.5 + confidence / 2))
     spent = [0.0, *(2 - 2 * float(ndtr(quantile / math.sqrt(share))) for share in looks)]
-    return 1 - (spent[look] - spent[look - 1])
+    # an error too small for the digits of a float would make the level 1, at which no interval exists
+    return 1 - max(spent[look] - spent[look - 1], _LEAST_ERROR)
 
 
 # ---- chances of the champion's rule ----

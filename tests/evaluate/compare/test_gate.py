@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from test_promotion import EASY, HARD, scored
 
 from klear_core.artifacts.manifest import InputRecord, write_manifest
+from klear_core.config.evaluate import EvaluateConfig
 from klear_core.errors import ConfigError
 from klear_core.evaluate.compare.gate import GatePolicy, gate, read_policy, take_look
 from klear_core.evaluate.stats.significance import confidence_at
@@ -87,6 +88,17 @@ def test_an_early_look_asks_for_more_than_the_last(tmp_path: Path) -> None:
     assert gate(policy, new, old).verdict != "passed"
     with pytest.raises(ValidationError, match="must grow to 1"):
         GatePolicy(looks=(1.0, 0.5))
+
+
+def test_a_look_that_may_spend_nearly_no_error_passes_no_loss(tmp_path: Path) -> None:
+    """At 99.9 % a tenth of the samples may spend 2e-25, and 1 minus that is 1, which is no level."""
+    cfg = EvaluateConfig(confidence=0.999)
+    old = scored(tmp_path / "old", cfg, a=[EASY] * 50)
+    new = scored(tmp_path / "new", cfg, a=[HARD] * 50)
+    result = gate(GatePolicy(looks=(0.1, 1)), new, old)
+    assert result.verdict != "passed"
+    (comparison,) = result.comparisons
+    assert comparison.new_problems.low <= comparison.difference <= comparison.new_problems.high
 
 
 def test_looks_are_counted_by_what_was_asked_and_none_is_spent_twice(tmp_path: Path) -> None:
