@@ -163,16 +163,16 @@ class RolloutActor:
 
     async def start(self, setup: RlSetup) -> list[Report]:
         """Build the engine with the initial weights (version 0); return what was logged."""
-        from klear_core.train.base_model import model_folder
+        from klear_core.train.base_model import model_folder, wanted_window
 
         with kept_logs() as logged:
             # before a process of the engine is started: weights may come directly from the learner
             bind_to_node_address()
             setup = setup.on_this_node()
             cfg, folder = setup.cfg, model_folder(setup.model)
-            threads = cfg.runtime.rollout_threads
+            threads, window = cfg.runtime.rollout_threads, wanted_window(setup.model)
             self._engine: TrainableEngine = await build_trainable_engine(
-                cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
+                cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed, window=window
             )
         self._server = RequestServer(self._engine)
         self._received: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ from klear_core.generate.engine import SamplingParams, SleepingEngine, Trainable
 from klear_core.hf_config import read_hf_config
 from klear_core.prompts import load_tokenizer, render_prompt
 from klear_core.seeding import seed_for
-from klear_core.train.base_model import model_folder
+from klear_core.train.base_model import model_folder, wanted_window
 from klear_core.types import Completion, TrainSample
 from klear_core.verify import JudgePool
 
@@ -59,6 +59,15 @@ class RlSetup:
 
 
 STEP = "do the updates of an RL step"
+
+
+def window_of(setup: RlSetup) -> int:
+    """Return the positions that the engines have for a prompt and its answer."""
+    window = read_hf_config(model_folder(setup.model)).window(wanted_window(setup.model))
+    engine = setup.cfg.rollout.engine
+    if isinstance(engine, VllmEngineConfig) and engine.max_model_len is not None:
+        window = min(window, engine.max_model_len)
+    return window
 
 
 class LearnerHandle(ABC):
@@ -153,9 +162,9 @@ class LocalWorkers:
         is_ours = self._engine is None
         if self._engine is None:
             folder = model_folder(setup.model)
-            threads = runtime.rollout_threads
+            threads, window = runtime.rollout_threads, wanted_window(setup.model)
             self._engine = await build_trainable_engine(
-                setup.cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
+                setup.cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed, window=window
             )
         self._learner = LocalLearner(learner, num_threads=runtime.num_threads)
         # A caller's own engine may have a model of its own.
@@ -303,10 +312,7 @@ def _longest_prompt(setup: RlSetup, num_new: int) -> int:
     """Return the tokens before the last ones of the longest row that the stage trains on."""
     rollout = setup.cfg.rollout
     row = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
-    window = read_hf_config(model_folder(setup.model)).max_position_embeddings
-    if isinstance(rollout.engine, VllmEngineConfig) and rollout.engine.max_model_len is not None:
-        window = min(window, rollout.engine.max_model_len)
-    return min(row, window) - num_new
+    return min(row, window_of(setup)) - num_new
 
 
 def _sample(prompt_ids: Sequence[int], completion: Completion) -> TrainSample:

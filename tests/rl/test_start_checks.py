@@ -12,16 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from rl_builders import rl_config, tiny_base
+from rl_builders import TINY, rl_config, tiny_base
 
 from klear_core.cluster.engine_actors import RolloutActor
 from klear_core.cluster.rank_actors import LearnerActor
 from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.rl import RlConfig
+from klear_core.config.train import HfModelConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOffer, WeightSource
 from klear_core.generate.weight_transfer import digest_of, known_tensors
+from klear_core.metrics import NullTelemetry
 from klear_core.rl.interfaces import TOLERANCES, LocalWorkers, RlSetup, check_engine
+from klear_core.train.base_model import model_folder, prepare_base
 from klear_core.types import Completion
 
 pytest.importorskip("ray")
@@ -118,6 +121,32 @@ def test_one_question_fills_the_window_but_for_its_answer(base: Path, tmp_path: 
     num_new = min(32, cfg.rollout.sampling.max_new_tokens)
     assert max(prompt_lengths) == min(cfg.rollout.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens, 64) - num_new
     assert "nats per token" in note
+
+
+def test_engines_have_the_positions_that_were_asked_for_a_given_model(base: Path, tmp_path: Path) -> None:
+    """`max_position_embeddings` of a model that RL starts from: without it answers would end at the folder's window."""
+    wider = HfModelConfig(path=str(model_folder(base)), max_position_embeddings=2 * TINY.max_position_embeddings)
+    prepare_base(wider, seed=0, workdir=tmp_path, telemetry=NullTelemetry())
+    setup = RlSetup(cfg=config("warn"), model=tmp_path, seed=0, workdir=tmp_path / "rl")
+    prompt = [65] * (TINY.max_position_embeddings + 9)
+
+    async def answers(engine: TrainableEngine) -> list[Completion]:
+        params = SamplingParams(
+            num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0
+        )
+        return await engine.generate(prompt, params)
+
+    async def main() -> None:
+        actor, workers = RolloutActor(), LocalWorkers()
+        await actor.start(setup)
+        _, engine = await workers.start(setup)
+        try:
+            assert len(await answers(actor._engine)) == len(await answers(engine)) == 1
+        finally:
+            await workers.close()
+            await actor.close()
+
+    asyncio.run(main())
 
 
 class WrongLate:
