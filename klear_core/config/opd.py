@@ -31,7 +31,7 @@ class OpdRolloutsConfig(Settings):
     samples_per_prompt: int = Field(default=4, ge=1)
     """Answers to each prompt. Ours."""
     max_prompt_tokens: int = Field(default=4096, ge=1)
-    """Longer prompts are left out and counted."""
+    """Longer prompts are left out and counted, as are those that fill the window."""
     sampling: SamplingConfig = SamplingConfig()
     engine: LocalEngineConfig = TorchEngineConfig()
     runtime: EvaluateRuntime = EvaluateRuntime()

@@ -12,16 +12,17 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import Shard, plan_shards, read_shards, work_shards, write_shard
+from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.opd import OpdRolloutsConfig
 from klear_core.errors import DataError, ResourceError
 from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.generate.factory import EngineSpec, LongestFirst, Sampler, StartSampler, running, start_here
 from klear_core.generate.pool import expect
-from klear_core.hf_config import FolderTokenizer
+from klear_core.hf_config import FolderTokenizer, read_hf_config
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.prompts import load_tokenizer, render_prompt
 from klear_core.seeding import seed_for
-from klear_core.train.base_model import model_folder
+from klear_core.train.base_model import model_folder, wanted_window
 from klear_core.types import Completion, Domain, Problem, TrainSample
 
 ROLLOUTS = "rollouts"
@@ -53,7 +54,11 @@ def sample_rollouts(
     short enough.
     """
     folder = model_folder(model)
-    chosen = choose_prompts(cfg, problems, partial(render_prompt, load_tokenizer(folder)), seed=seed)
+    window = read_hf_config(folder).window(wanted_window(model))
+    if isinstance(cfg.engine, VllmEngineConfig) and cfg.engine.max_model_len is not None:
+        window = cfg.engine.max_model_len
+    render = partial(render_prompt, load_tokenizer(folder))
+    chosen = choose_prompts(cfg, problems, render, seed=seed, window=window)
     answers: list[PlannedAnswer] = []
     for problem_id, prompt_ids in chosen.prompts:
         for i in range(cfg.samples_per_prompt):
@@ -108,9 +113,19 @@ class Prompts:
 
 
 def choose_prompts(
-    cfg: OpdRolloutsConfig, problems: Path, render: Callable[[str], tuple[int, ...]], *, seed: int
+    cfg: OpdRolloutsConfig,
+    problems: Path,
+    render: Callable[[str], tuple[int, ...]],
+    *,
+    seed: int,
+    window: int | None = None,
 ) -> Prompts:
-    """Return the prompts to answer, in an order that the seed draws."""
+    """Return the prompts to answer, in an order that the seed draws.
+
+    Those that leave no room for an answer in the `window` are left out like longer ones; None: there is no bound.
+    """
+    # An engine refuses them, which would end the stage, and again each time it resumes.
+    most = cfg.max_prompt_tokens if window is None else min(cfg.max_prompt_tokens, window - 1)
     # Sorted first, so that the order does not depend on how the problems were stored.
     ordered = sorted(read_shards(problems / "problems", Problem), key=lambda problem: problem.problem_id)
     random.Random(seed_for(seed, "opd/prompts")).shuffle(ordered)  # noqa: S311
@@ -121,14 +136,14 @@ def choose_prompts(
             dropped["not_needed"] += 1
             continue
         prompt_ids = render(problem.question)
-        if len(prompt_ids) > cfg.max_prompt_tokens:
+        if len(prompt_ids) > most:
             dropped["long_prompt"] += 1
         else:
             fitting.append((problem.problem_id, prompt_ids))
     if not fitting:
         raise DataError(
             f"{problems}: none of its {len(ordered):,} problems has a prompt of at most "
-            f"opd.rollouts.max_prompt_tokens = {cfg.max_prompt_tokens} tokens"
+            f"{most} tokens (opd.rollouts.max_prompt_tokens = {cfg.max_prompt_tokens}, window {window})"
         )
     lost = {reason: count for reason, count in dropped.items() if count}
     ledger = LedgerStep.of("choose_prompts", "problem", num_in=len(ordered), dropped=lost)

@@ -82,14 +82,19 @@ class RolloutClient:
         seed: int,
         engine_status: Callable[[], str],
         custom_rewards: RewardValues = no_rewards,
+        window: int | None = None,
     ) -> None:
-        """`engine_status` returns a description of pending engine work, used in the stall error message."""
+        """`engine_status` returns a description of pending engine work, used in the stall error message; `window` is the
+        number of positions of the engines, None without a bound."""
         self._engine = engine
         self._judge = judge
         self._custom_rewards = custom_rewards
         self._tokenizer = tokenizer
         self._opening = opening_of(tokenizer)
         self._cfg = cfg
+        most = cfg.rollout.max_prompt_tokens
+        # An engine refuses a prompt without room for an answer, which would end the run, and again each time it resumes.
+        self._max_prompt_tokens = most if window is None else min(most, window - 1)
         self._seed = seed
         self._engine_status = engine_status
         self._num_sampling = 0
@@ -101,7 +106,7 @@ class RolloutClient:
     def prompt(self, item: StreamItem) -> tuple[int, ...] | None:
         """Return a problem's prompt; None if it is too long."""
         prompt_ids = render_prompt(self._tokenizer, item.problem.question)
-        return prompt_ids if len(prompt_ids) <= self._cfg.rollout.max_prompt_tokens else None
+        return prompt_ids if len(prompt_ids) <= self._max_prompt_tokens else None
 
     async def sample(self, item: StreamItem, prompt_ids: tuple[int, ...], sample_idx: int) -> Completion:
         """Return one answer of the engine."""

@@ -243,6 +243,12 @@ def test_prompts_that_are_too_long_or_not_needed_are_counted(student: Path, tmp_
         sample_rollouts(none, model=student, problems=asked, workdir=tmp_path / "n", start_sampler=start)
 
 
+def test_a_prompt_that_fills_the_window_is_counted_as_too_long(student: Path, tmp_path: Path) -> None:
+    asked = problem_artifact(tmp_path / "p", [problem(name) for name in ("a", "c" * TINY.max_position_embeddings)])
+    (ledger,) = sample_rollouts(ROLLOUTS, model=student, problems=asked, workdir=tmp_path / "r").ledger
+    assert ledger.dropped == {"long_prompt": 1}
+
+
 def test_a_teacher_of_other_tokens_is_refused_before_it_is_loaded(
     student: Path, rollouts: Path, teacher: Path, tmp_path: Path
 ) -> None:

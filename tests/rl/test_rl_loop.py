@@ -416,6 +416,15 @@ def test_several_updates_a_step_are_nothing_to_remark_upon(
     assert warnings_in(caplog) == []
 
 
+def test_a_prompt_that_fills_the_models_window_is_left_out_and_ends_no_run(base: Path, tmp_path: Path) -> None:
+    """`max_prompt_tokens` is 4,096 by default, and the window 64."""
+    problems = [*PROBLEMS, replace(problem("long"), question="x" * 100)]
+    job = RlSetup(cfg=rl_config(), model=base, seed=0, workdir=tmp_path)
+    state = asyncio.run(run_rl(job, problems, low_byte_judge, Recorder(), LocalWorkers()))
+    assert state.step == 3
+    assert state.drops.of("group")["prompt_too_long"] >= 1
+
+
 def test_steps_without_a_survivor_change_nothing_and_end_cleanly(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
