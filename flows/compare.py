@@ -342,6 +342,10 @@ def replay_step(step: int, which: str, given: Sequence[str], *, root: Path, num_
     console = Console(highlight=False, width=max(_TABLE_WIDTH, Console().width))
     console.print(f"RL step {step} of {manifest.stage} {manifest.fingerprint[:8]}: {found.num_samples} answers")
     console.print(_effects_table({f"{cfg.loss.kind} (the run's)": found.own} | found.others))
+    if found.left_out:
+        names = ", ".join(found.left_out)
+        console.print(f"left out: {names}; they look at whole answers, which a teacher's likeliest tokens are not")
+        console.print("learnt with (rl_teacher.top_k)")
     console.print(_LEGEND, style="dim")
     console.print(_comparison(found.difference))
 

@@ -20,7 +20,7 @@ from klear_core.config.losses import LossConfig
 from klear_core.config.rl import RlConfig
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.rl.learner import SAVED_STEPS, Learner, SavedStep, SavedSteps
-from klear_core.rl.losses import k3, log_ratio
+from klear_core.rl.losses import joins_tokens, k3, log_ratio
 from klear_core.train.distributed import RunRanks, World, run_here
 from klear_core.types import TrainSample
 
@@ -65,6 +65,8 @@ class Replayed:
     own: LossEffect
     """The effect of the run's loss."""
     others: dict[str, LossEffect]
+    left_out: tuple[str, ...]
+    """Losses that look at whole answers, with which a teacher's likeliest tokens are not learnt."""
     num_samples: int
     difference: float
     """Largest relative difference of a metric of the run's loss from the logged one; 0 if all are equal to the bit."""
@@ -90,14 +92,24 @@ def _replay(job: Replay, world: World, _telemetry: Telemetry) -> Replayed:
         learner = Learner(cfg, job.model, seed=job.seed, workdir=Path(workdir), world=world)
         own = _Trained.of(learner, steps, saved, cfg.loss)
         others = {}
+        left_out = _left_out(job.losses, saved.samples)
         for name, loss in job.losses.items():
+            if name in left_out:
+                continue
             others[name] = _Trained.of(learner, steps, saved, loss).effect(own, world)
     return Replayed(
         own=own.effect(own, world),
         others=others,
+        left_out=left_out,
         num_samples=len(saved.samples),
         difference=_difference(saved.metrics, own.metrics),
     )
+
+
+def _left_out(losses: Mapping[str, LossConfig], samples: Sequence[TrainSample]) -> tuple[str, ...]:
+    """Return the losses that cannot train these samples; the settings of a run refuse them, too."""
+    has_tops = any(sample.top_ids for sample in samples)
+    return tuple(name for name, loss in losses.items() if has_tops and joins_tokens(loss))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,17 @@ import torch
 from gloo_ranks import run_ranks
 from rl_builders import ONE, Recorder, constant_rate, low_byte_judge, problem, random_samples, rl_config, same_weights
 
-from klear_core.config.losses import LOSS_KINDS, AspoConfig, ClipConfig, GppoConfig, LossConfig, SapoConfig, TrmConfig
-from klear_core.config.rl import RlConfig, RlRuntime
+from klear_core.config.losses import (
+    LOSS_KINDS,
+    AspoConfig,
+    ClipConfig,
+    GppoConfig,
+    GspoConfig,
+    LossConfig,
+    SapoConfig,
+    TrmConfig,
+)
+from klear_core.config.rl import DistillTermConfig, RlConfig, RlRuntime
 from klear_core.errors import ArtifactError
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
@@ -87,6 +96,21 @@ def test_another_loss_gives_what_a_run_with_it_would_have_logged(base: Path, tmp
         (logged,) = learn(base, tmp_path / kind, saving(loss=loss), num_steps=1)
         assert found.others[kind].metrics == logged
     assert found.others["gppo"] == found.own
+
+
+def test_losses_of_whole_answers_are_left_out_where_a_teachers_likeliest_tokens_are_learnt(
+    base: Path, tmp_path: Path
+) -> None:
+    cfg = saving(1, distill=DistillTermConfig())
+    rows = []
+    for row in random_samples(8):
+        tops = {"top_ids": (1, 2) * row.num_loss_tokens, "top_logps": (-0.5, -1.5) * row.num_loss_tokens}
+        rows.append(replace(row, teacher_logps=tuple(-1.0 * is_loss for is_loss in row.loss_mask), **tops))
+    Learner(cfg, base, seed=0, workdir=tmp_path, world=ONE).step(rows)
+    found = replayed(base, tmp_path, cfg, 1, clip=ClipConfig(), gspo=GspoConfig(), trm=TrmConfig())
+    assert found.left_out == ("gspo", "trm")
+    assert found.others.keys() == {"clip"}
+    assert found.difference == 0
 
 
 def test_losses_that_weigh_tokens_otherwise_move_the_weights_elsewhere(base: Path, tmp_path: Path) -> None:
