@@ -20,6 +20,7 @@ from klear_core.errors import DataError
 from klear_core.generate.engine import InferenceEngine, score
 from klear_core.generate.factory import EngineSpec, Sampler, StartSampler, running, start_here
 from klear_core.generate.pool import expect
+from klear_core.hf_config import read_hf_config
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.prompts import check_same_tokens
 from klear_core.train.base_model import model_folder
@@ -27,6 +28,8 @@ from klear_core.types import Scorer, TrainSample
 
 SCORED = "scored"
 """Folder of the scored answers in the artifact."""
+_NEVER = -1e4
+"""Log-prob of what has probability 0; finite, so that products with it are."""
 
 
 def score_rollouts(
@@ -47,6 +50,7 @@ def score_rollouts(
     """
     folder = model_folder(teacher)
     check_same_tokens(student=model_folder(student), teacher=folder)
+    vocab_size = read_hf_config(model_folder(student)).vocab_size
     shards = plan_shards(workdir / SCORED, answers, items_per_shard=cfg.runtime.answers_per_shard)
     spec = EngineSpec.of_model(
         cfg.engine,
@@ -59,7 +63,7 @@ def score_rollouts(
 
     async def run() -> None:
         async with running(start_sampler, spec) as sampler:
-            await _score_all(cfg, shards, sampler, temperature=temperature, telemetry=telemetry)
+            await _score_all(cfg, shards, sampler, temperature=temperature, vocab_size=vocab_size, telemetry=telemetry)
 
     if not all(shard.is_done for shard in shards):
         asyncio.run(run())
@@ -72,6 +76,7 @@ async def _score_all(
     sampler: Sampler,
     *,
     temperature: float,
+    vocab_size: int,
     telemetry: Telemetry,
 ) -> None:
     todo = [shard for shard in shards if not shard.is_done]
@@ -83,7 +88,9 @@ async def _score_all(
     async def work(_shard: Shard[TrainSample], answer: TrainSample) -> TrainSample:
         nonlocal num_done
         async with room:
-            scored = await scored_by(sampler.engine, answer, temperature=temperature, num_top=cfg.top_k)
+            scored = await scored_by(
+                sampler.engine, answer, temperature=temperature, num_top=cfg.top_k, vocab_size=vocab_size
+            )
         num_done += 1
         telemetry.progress(num_done, num_all, "answers scored by the teacher")
         return scored
@@ -96,9 +103,18 @@ async def _score_all(
 
 
 async def scored_by(
-    engine: InferenceEngine, answer: TrainSample, *, temperature: float, num_top: int = 0
+    engine: InferenceEngine,
+    answer: TrainSample,
+    *,
+    temperature: float,
+    num_top: int = 0,
+    vocab_size: int | None = None,
 ) -> TrainSample:
-    """Return an answer with the teacher's log-probs of its tokens, and of its likeliest tokens in their place."""
+    """Return an answer with the teacher's log-probs of its tokens, and of its likeliest tokens in their place.
+
+    `vocab_size` is the student's. A teacher's may be rounded up further (Qwen2.5: 151,936 and 152,064): what lies beyond
+    is no token, and gets probability 0.
+    """
     num_prompt = answer.num_prompt_tokens
     prompt_ids, answer_ids = answer.token_ids[:num_prompt], answer.token_ids[num_prompt:]
     try:
@@ -107,11 +123,13 @@ async def scored_by(
         raise DataError(f"problem {answer.problem_id}: the teacher's engine refuses an answer: {e}") from e
     if any(map(math.isnan, found.logps + found.top_logps)):
         raise DataError(f"problem {answer.problem_id}: the teacher's log-probs of an answer are NaN")
+    is_known = [vocab_size is None or i < vocab_size for i in found.top_ids]
+    tops = list(zip(found.top_ids, found.top_logps, is_known, strict=True))
     return replace(
         answer,
         teacher_logps=(0.0,) * num_prompt + found.logps,
-        top_ids=found.top_ids,
-        top_logps=found.top_logps,
+        top_ids=tuple(i if known else 0 for i, _, known in tops),
+        top_logps=tuple(logp if known else _NEVER for _, logp, known in tops),
     )
 
 
@@ -131,6 +149,7 @@ async def live_teacher(
     """
     folder = model_folder(teacher)
     check_same_tokens(student=model_folder(student), teacher=folder)
+    vocab_size = read_hf_config(model_folder(student)).vocab_size
     threads, tokens = cfg.runtime.num_threads, sampling.max_new_tokens
     spec = EngineSpec.of_model(cfg.engine, teacher, num_threads=threads, seed=0, workdir=workdir, answer_tokens=tokens)
     async with running(start_sampler, spec) as sampler:
@@ -138,7 +157,13 @@ async def live_teacher(
 
         async def one(answer: TrainSample) -> TrainSample:
             async with room:
-                return await scored_by(sampler.engine, answer, temperature=sampling.temperature, num_top=cfg.top_k)
+                return await scored_by(
+                    sampler.engine,
+                    answer,
+                    temperature=sampling.temperature,
+                    num_top=cfg.top_k,
+                    vocab_size=vocab_size,
+                )
 
         async def scores(answers: Sequence[TrainSample]) -> tuple[TrainSample, ...]:
             expect(sampler.engine, len(answers))

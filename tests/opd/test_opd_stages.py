@@ -22,6 +22,7 @@ from rl_builders import (
     same_weights,
     tiny_base,
 )
+from transformers import AutoModelForCausalLM
 
 from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.config.evaluate import EvaluateRuntime, SamplingConfig
@@ -241,6 +242,25 @@ def test_prompts_that_are_too_long_or_not_needed_are_counted(student: Path, tmp_
     none = cfg.model_copy(update={"max_prompt_tokens": 5})
     with pytest.raises(DataError, match="none of its 3 problems has a prompt of at most"):
         sample_rollouts(none, model=student, problems=asked, workdir=tmp_path / "n", start_sampler=start)
+
+
+def test_what_a_teachers_vocabulary_is_rounded_up_by_is_no_token_to_learn(
+    student: Path, rollouts: Path, tmp_path: Path
+) -> None:
+    """As Qwen2.5-7B teaches its 0.5B: the same tokens, and more rows behind them."""
+    folder = model_folder(tiny_base(tmp_path / "teacher"))
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    hf.resize_token_embeddings(384, mean_resizing=False)
+    hf.get_input_embeddings().weight.data[320:].normal_(0, 0.1)
+    hf.save_pretrained(folder)
+    score_rollouts(
+        TEACHER, student=student, teacher=folder, answers=answers_of(rollouts), temperature=1.0, workdir=tmp_path
+    )
+    rows = rows_of(tmp_path / "scored")
+    assert {i for row in rows for i in row.top_ids} <= set(range(320))
+    assert {logp for row in rows for i, logp in zip(row.top_ids, row.top_logps, strict=True) if logp < -100} == {-1e4}
+    cfg = OpdTrainConfig(num_steps=1, rows_per_step=8, dtype="float32", runtime=TrainRuntime(device="cpu"))
+    train_offline(cfg.as_rl(ROLLOUTS), rows_per_step=8, model=student, rows=[tmp_path], workdir=tmp_path / "opd")
 
 
 def test_a_prompt_that_fills_the_window_is_counted_as_too_long(student: Path, tmp_path: Path) -> None:
