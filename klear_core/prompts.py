@@ -240,6 +240,9 @@ def _turn_end(tokenizer: Tokenizer) -> str:
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
     # What the template writes after the last message: the end of turn, and often a line break.
     end = text.rpartition(answer)[2].strip()
+    # Some templates also end the conversation, with the declared eos (Phi-3): the turn ends with what comes before it.
+    if tokenizer.eos_token and end != tokenizer.eos_token:
+        end = end.removesuffix(tokenizer.eos_token).strip()
     if len(tokenizer.encode(end, add_special_tokens=False)) != 1:
         raise ConfigError(
             f"template: an assistant's turn ends in {end!r}, which is not one token, so an answer would have no end"

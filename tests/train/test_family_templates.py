@@ -93,6 +93,12 @@ LLAMA3 = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
+# Written by us in the form of Phi-3's: where no answer is to follow, the conversation ends in a token of its own.
+PHI3 = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+PHI_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 LLAMA_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 ASKED = "<|im_start|>user\n1+1 = ?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -118,6 +124,7 @@ FAMILIES = {
         "<|start_header_id|>user<|end_header_id|>\n\n1+1 = ?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
+    "phi3": (PHI3, "gpt-2", "<|end|>", "<|user|>\n1+1 = ?<|end|>\n<|assistant|>\n"),
 }
 """Template, rule of splitting, end of a turn, and the prompt of one question."""
 
@@ -132,6 +139,10 @@ def folder_of(family: str, folder: Path, *, tags_are_tokens: bool | None = None)
         tokenizer.add_tokens(added, special_tokens=True)
         # As published: the declared end is that of a text, and turns end in another token.
         tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = LLAMA_TOKENS[0], LLAMA_TOKENS[1], None
+    if family == "phi3":
+        added = [AddedToken(text, special=True, normalized=False) for text in PHI_TOKENS]
+        tokenizer.add_tokens(added, special_tokens=True)
+        tokenizer.eos_token, tokenizer.pad_token = PHI_TOKENS[0], PHI_TOKENS[0]
     tokenizer.save_pretrained(folder)
     return folder
 
