@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -47,6 +47,7 @@ from klear_core.artifacts.store import LocalStore
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.stage import PromoteJob
 from klear_core.errors import ArtifactError, ConfigError, reporting
+from klear_core.train.base_model import pointed_folder
 
 _MAX_SHOWN = 20
 _MLFLOW_GC_S = 600.0
@@ -90,6 +91,21 @@ def roots_of(root: Path, entries: Mapping[str, Entry], runs: Sequence[ShownRun],
             for stage in run.record.stages:
                 roots.setdefault(f"{stage.kind}/{stage.fingerprint}", why)
     return roots
+
+
+def _with_given_models(root: Path, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the entries; one that only points to a model of this workspace has the model's artifact as an input.
+
+    Its manifest has none: a model that is given by its folder is known by its content.
+    """
+    artifacts = (root / "artifacts").resolve()
+    found = dict(entries)
+    for name, entry in entries.items():
+        pointed = pointed_folder(artifacts / name)
+        if pointed is not None and pointed.resolve().is_relative_to(artifacts):
+            given = "/".join(pointed.resolve().relative_to(artifacts).parts[:2])
+            found[name] = replace(entry, inputs=(*entry.inputs, given))
+    return found
 
 
 def _champions(root: Path, entries: Mapping[str, Entry]) -> Iterator[str]:
@@ -140,7 +156,7 @@ def plan_collection(root: Path, rules: Rules) -> Collection:
     """Return what a collection would take now. Changes nothing."""
     runs = list_runs(root)
     bucket = RunHistory.of(root).bucket
-    entries = catalog(LocalStore(root / "artifacts"))
+    entries = _with_given_models(root, catalog(LocalStore(root / "artifacts")))
     there = shared_catalog(bucket) if bucket is not None else {}
     roots = roots_of(root, entries, runs, rules)
     kept = reached(there | entries, roots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from datetime import UTC, datetime, timedelta
@@ -89,6 +90,17 @@ def test_what_two_runs_share_stays_while_one_of_them_is_kept(root: Path):
 def test_a_run_that_ended_just_now_keeps_its_artifacts_while_its_command_shows_the_result(root: Path):
     RunHistory.of(root).write(record(2, stages=stages("evaluate/f2"), updated_at=datetime.now(UTC)))
     assert going(root, last=0) == names_of(1, 3, 4)
+
+
+def test_a_run_keeps_a_model_of_this_workspace_that_it_was_given_by_its_folder(root: Path):
+    """`klear evaluate sft` makes an artifact that only points to the model of an older run."""
+    store = LocalStore(root / "artifacts")
+    with store.create("given_model", "g") as slot:
+        pointer = {"path": str(store.folder("sft", "f1") / "model")}
+        (slot.workdir / "model.json").write_text(json.dumps(pointer))
+        slot.publish(manifest("given_model", "g", created_at=OLD))
+    put(root, record(5, stages=stages("given_model/g")))
+    assert going(root, last=1) == names_of(1, 2, 3, 4) - {"sft/f1", "curate/f1"}
 
 
 def test_young_artifacts_stay_though_no_run_names_them(root: Path):
