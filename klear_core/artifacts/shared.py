@@ -123,7 +123,8 @@ class SealedFiles:
 
 _INDEX = "index"
 _MARKER = "shared"
-"""File beside a working folder; it exists once an index of the folder was written or fetched."""
+"""File beside a working folder, with the URL of the store that an index of the folder was last written to or fetched
+from; empty if an earlier version wrote it."""
 _BEGAN = "began"
 """File beside a working folder, touched when a pass begins: older files are complete. It gives the time by the clock
 of the file system, which also stamps the other files; that of this machine may be another."""
@@ -163,13 +164,14 @@ class WorkdirSync:
     def restore(self, attempt: int) -> int:
         """Put the newest work into the working folder, this node's or another's; return this attempt's number.
 
-        If the store has no copy of work that this node once sent, the work was discarded because the stage is to be
-        built again: the folder is emptied.
+        If the store has no copy of work that this node once sent to it, the work was discarded because the stage is to
+        be built again: the folder is emptied.
         """
         self._attempt = attempt
         content = self._files.seal()
         if content is None:
-            if self._marker.exists():
+            # Work that went to another store was not discarded: the workspace has got a new one.
+            if self._marker.exists() and self._marker.read_text() in ("", self._bucket.url):
                 self._empty()
             return attempt
         index = json.loads(content)
@@ -183,7 +185,7 @@ class WorkdirSync:
             log.warning("unfinished work of another node cannot be used, so the stage begins anew: %s", e)
             self._empty()
             return attempt
-        self._marker.touch()
+        self._marker.write_text(self._bucket.url)
         self._attempt = index["attempt"] + 1
         log.info("going on with the unfinished work of attempt %d on another node", index["attempt"])
         return self._attempt
@@ -238,7 +240,7 @@ class WorkdirSync:
         files = {name: (seen.size, seen.sha256) for name, seen in found.items()}
         index = {"node": self._node, "attempt": self._attempt, "files": files}
         self._files.write_seal(json.dumps(index).encode())
-        self._marker.touch()
+        self._marker.write_text(self._bucket.url)
         # Only now: until the new index is there, the former one needs the old files.
         needed = {seen.sha256 for seen in found.values()}
         for sha256 in {seen.sha256 for seen in self._seen.values()} - needed:

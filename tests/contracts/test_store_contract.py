@@ -386,6 +386,15 @@ def test_a_rerun_does_not_go_on_with_work_that_was_given_up_on_another_node(node
     assert found_by(node("a")) == {}
 
 
+def test_a_workspace_that_gets_another_store_goes_on_with_its_unfinished_work(tmp_path: Path):
+    """There is no copy of the work in the new store, and nobody has discarded it."""
+    stores = [ObjectStore(tmp_path / "node", (tmp_path / name).as_uri()) for name in ("old", "new")]
+    begin(stores[0], {"scratch/checkpoints/00000500/weights": "w", "metrics.jsonl": "1\n"})
+    with stores[1].create("sft", "f1") as slot:
+        assert (slot.workdir / "scratch/checkpoints/00000500/weights").read_text() == "w"
+        assert (slot.workdir / "metrics.jsonl").exists()
+
+
 def test_altered_unfinished_work_is_begun_anew(node: Node, caplog: pytest.LogCaptureFixture):
     a = node("a")
     begin(a, {"traces/0.parquet": "0", "traces/1.parquet": "1"})
