@@ -168,6 +168,10 @@ class Bucket:
         with self._errors():
             self._make_parent(target)
             try:
+                if self._is_local:
+                    # a copy that is cut short would be taken for the object
+                    Path(self._path(key)).replace(self._path(target))
+                    return
                 self._fs.cp_file(self._path(key), self._path(target))
                 self._fs.rm_file(self._path(key))
             except FileNotFoundError:

@@ -84,7 +84,8 @@ def _named(bucket: Bucket, entries: Mapping[str, Entry]) -> set[str]:
 
 def collect(bucket: Bucket, items: list[SharedItem], *, now: datetime) -> int:
     """Carry out a collection; return the number of objects that a writer needed meanwhile and that were taken back."""
-    moved = []
+    # Those of a collection that was killed before it deleted them or took them back are decided about now.
+    moved = [key.rpartition("/")[2] for key in bucket.keys(_object_in_trash(""))]
     for item in items:
         match item.what:
             case "artifact":

@@ -359,6 +359,28 @@ def test_an_object_that_a_new_seal_names_is_taken_back(tmp_path: Path, bucket: B
     assert bucket.read(item.key) == b"sft 1"
 
 
+def test_a_collection_ends_what_one_that_was_killed_has_begun(tmp_path: Path, bucket: Bucket):
+    """It had moved objects, and neither deleted them nor taken back those that a new seal names."""
+
+    class Killed(Bucket):
+        def keys(self, prefix: str) -> list[str]:
+            if prefix == "artifacts/":
+                raise KeyboardInterrupt
+            return super().keys(prefix)
+
+    make_chain(ObjectStore(tmp_path / "node", bucket.url), 1)
+    bucket.write("objects/ab/abc", b"nobody's")
+    found = unreferenced_objects_without(bucket, shared_catalog(bucket), "sft/f1")
+    orphans = [item for item in found if item.size in (len("sft 1"), len("nobody's"))]
+    with pytest.raises(KeyboardInterrupt):
+        collect(Killed(bucket.url), orphans, now=datetime.now(UTC))
+    assert len(bucket.keys("trash/objects/")) == 2
+    assert collect(bucket, [], now=datetime.now(UTC)) == 1
+    assert bucket.keys("trash/objects/") == []
+    assert bucket.read("objects/ab/abc") is None
+    assert ObjectStore(tmp_path / "other", bucket.url).find("sft", "f1") is not None
+
+
 def unreferenced_objects_without(bucket: Bucket, entries: dict, name: str) -> list:
     """Those that a collector lists that has not seen this artifact's seal yet."""
     seal = bucket.read(f"artifacts/{name}")
