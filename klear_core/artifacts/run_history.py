@@ -217,7 +217,7 @@ class RunHistory:
         """Return the tags of pinned runs by run id."""
         found: dict[str, str] = {}
         if self._pins.is_dir():
-            found = {path.name: path.read_text() for path in self._pins.iterdir()}
+            found = {path.name: path.read_text() for path in self._pins.iterdir() if not path.name.startswith(".")}
         if self.bucket is not None:
             keys = self.bucket.keys("pins/")
             found |= {key.removeprefix("pins/"): (self.bucket.read(key) or b"").decode() for key in keys}
@@ -259,13 +259,16 @@ class _Local:
                 continue
             try:
                 about = os.stat(f"{self.root}/{RUNS}/{name}/{RECORD}")
-            except FileNotFoundError:
-                continue  # its first record is being written
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # its first record is being written, or this is no run
             found[name] = f"{about.st_mtime_ns}-{about.st_ino}"
         return found
 
     def read(self, name: str) -> dict[str, Any] | None:
-        return _json((self.root / RUNS / name / RECORD).read_bytes())
+        try:
+            return _json((self.root / RUNS / name / RECORD).read_bytes())
+        except FileNotFoundError:
+            return None  # its folder was deleted since it was listed
 
     def read_index(self) -> bytes | None:
         index = self.root / RUNS / ".index.json"

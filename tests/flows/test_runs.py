@@ -168,6 +168,17 @@ def test_a_record_of_another_version_hides_no_other_run(tmp_path: Path):
     assert list(states(tmp_path)) == ["smoke-seed2"]
 
 
+def test_what_is_no_run_in_the_folder_of_runs_hides_none(tmp_path: Path):
+    """The report of a run reads all records, so that a stray file would end a run at its last stage."""
+    put(tmp_path, record(1))
+    history = RunHistory.of(tmp_path)
+    (tmp_path / "history" / "nohup.out").write_text("")
+    history.pin(record(1).run_id, "paper")
+    (tmp_path / "history" / ".pins" / ".DS_Store").write_bytes(b"\xff")
+    assert [each.run_id for each in history.records()] == [record(1).run_id]
+    assert history.pins() == {record(1).run_id: "paper"}
+
+
 def test_a_run_of_an_earlier_version_is_listed_by_its_report(tmp_path: Path):
     store = LocalStore(tmp_path / "artifacts")
     with store.create("evaluate", "e1") as slot:
