@@ -34,6 +34,8 @@ from klear_core.artifacts.garbage import (
     unreached,
 )
 from klear_core.artifacts.index import Entry, catalog, shared_catalog
+from klear_core.artifacts.manifest import ArtifactId, Manifest, read_manifest
+from klear_core.artifacts.object_store import manifest_in_store
 from klear_core.artifacts.run_history import RunHistory, collection_lock
 from klear_core.artifacts.shared_garbage import (
     SharedItem,
@@ -111,10 +113,14 @@ def _with_given_models(root: Path, entries: Mapping[str, Entry]) -> dict[str, En
 def _champions(root: Path, entries: Mapping[str, Entry]) -> Iterator[str]:
     """Yield model, evaluation and decision of each registered model's champion and of the version before it.
 
-    MLflow is asked only if a decision of this workspace promoted a model.
+    MLflow is asked only if a decision of this workspace, or of its shared store, promoted a model. Other nodes may have
+    another MLflow: a decision of theirs that this one does not know is kept, with the model and scores it was made from.
     """
-    names = {_registered_model(root, entry) for entry in entries.values() if entry.counts.get("promoted")}
-    for name in sorted(names):
+    decisions: dict[str, list[str]] = defaultdict(list)
+    for entry in entries.values():
+        if entry.counts.get("promoted"):
+            decisions[_registered_model(root, entry)].append(entry.name)
+    for name in sorted(decisions):
         from tasks.model_registry import open_registry
 
         registry = open_registry(WorkspaceConfig(root=str(root)), name)
@@ -127,16 +133,27 @@ def _champions(root: Path, entries: Mapping[str, Entry]) -> Iterator[str]:
             over = versions[over].promotion.over if versions[over].rollback else None
         for version in kept:
             yield from (version.promotion.model, version.promotion.evaluation, version.promotion.decision)
+        known = {version.promotion.decision for version in versions.values()}
+        yield from (one for one in decisions[name] if one not in known and not (root / "artifacts" / one).is_dir())
 
 
 def _registered_model(root: Path, entry: Entry) -> str:
-    from klear_core.artifacts.manifest import read_manifest
-
-    promote = read_manifest(root / "artifacts" / entry.name).result_config.get("promote")
+    promote = _manifest_of(root, entry).result_config.get("promote")
     name = promote.get("registered_model") if isinstance(promote, dict) else None
     if entry.kind != PromoteJob.kind or not isinstance(name, str):
         raise ArtifactError(f"{entry.name}: promoted a model, and names no registered model")
     return name
+
+
+def _manifest_of(root: Path, entry: Entry) -> Manifest:
+    """Return the manifest of an artifact of this workspace, or of one that only the shared store has."""
+    folder, bucket = root / "artifacts" / entry.name, RunHistory.of(root).bucket
+    if folder.is_dir() or bucket is None:
+        return read_manifest(folder)
+    found = manifest_in_store(bucket, ArtifactId(kind=entry.kind, fingerprint=entry.fingerprint))
+    if found is None:
+        raise ArtifactError(f"{entry.name}: is no longer in {bucket.url}")
+    return found[0]
 
 
 # ---- klear gc ----
@@ -158,7 +175,7 @@ def plan_collection(root: Path, rules: Rules) -> Collection:
     bucket = RunHistory.of(root).bucket
     entries = _with_given_models(root, catalog(LocalStore(root / "artifacts")))
     there = shared_catalog(bucket) if bucket is not None else {}
-    roots = roots_of(root, entries, runs, rules)
+    roots = roots_of(root, there | entries, runs, rules)
     kept = reached(there | entries, roots)
     items = [*unreached(root, entries, kept, rules.ages), *leftovers(root, entries, roots, rules.ages)]
     kept_runs = [run.record.run_id for i, run in enumerate(runs) if i < rules.last or run.pin or run.record.is_live]

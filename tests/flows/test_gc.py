@@ -348,6 +348,34 @@ def test_a_writer_that_relied_on_an_object_sends_it_again(tmp_path: Path, bucket
     assert bucket.read(object_key(gone)) == b"sft 1"
 
 
+def test_champions_of_other_nodes_stay_in_the_store(
+    tmp_path: Path, bucket: Bucket, mlflow_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of the same MLflow, which says what is champion, and of another one, which cannot be asked."""
+    import shutil
+
+    from klear_core.config.pipeline import WorkspaceConfig
+    from tasks.model_registry import Promotion, open_registry
+
+    shutil.copytree(mlflow_folder, tmp_path / "mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    theirs, ours = ObjectStore(tmp_path / "a" / "artifacts", bucket.url), tmp_path / "b"
+    for number in (1, 2):
+        made = [name.split("/") for name in make_chain(theirs, number)]
+        made_from = tuple(InputRecord(kind=kind, fingerprint=own, role=kind) for kind, own in made[2:])
+        config = {"promote": {"registered_model": "klear"}}
+        facts = {"result_config": config, "counts": {"promoted": 1}, "inputs": made_from, "created_at": OLD}
+        with theirs.create("promote", f"f{number}") as slot:
+            slot.publish(manifest("promote", f"f{number}", **facts))
+    names = {"model": "rl/f2", "evaluation": "evaluate/f2", "decision": "promote/f2"}
+    uris = {f"{name}_uri": f"file:///{value}" for name, value in names.items()}
+    registry = open_registry(WorkspaceConfig(root=str(ours)), "klear")
+    assert registry.promote(Promotion(**names, **uris, run="r", over=None))
+    make_chain(ObjectStore(ours / "artifacts", bucket.url), 3)
+    goes = {item.key for item in plan_collection(ours, Rules()).shared}
+    assert goes == {f"artifacts/{kind}/f3" for kind in CHAIN}
+
+
 def test_an_object_that_a_new_seal_names_is_taken_back(tmp_path: Path, bucket: Bucket):
     store = ObjectStore(tmp_path / "node", bucket.url)
     make_chain(store, 1)
