@@ -141,11 +141,11 @@ def file_lock(path: Path, *, on_wait: Callable[[str], None], notify_after_s: flo
 def is_locked(path: Path) -> bool:
     """Return whether a living process holds the lock, or is about to, or has just removed the file at its end."""
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = os.open(path, os.O_RDONLY)  # who looks need not have the right to write
     except FileNotFoundError:
         return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that others may look at the same time
         return os.fstat(fd).st_size == 0  # an empty file is about to be locked: `file_lock` creates, locks, then writes
     except BlockingIOError:
         return True

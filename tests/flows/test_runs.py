@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -79,6 +80,16 @@ def test_a_run_whose_process_is_gone_is_killed_and_one_that_holds_its_lock_runs(
     with file_lock(history.folder(record(2).run_id) / LOCK, on_wait=print):
         assert states(tmp_path) == {"smoke-seed1": "killed", "smoke-seed2": "running"}
     assert states(tmp_path)["smoke-seed2"] == "killed"
+
+
+def test_whoever_looks_at_runs_needs_no_right_to_write_and_may_look_while_others_do(tmp_path: Path):
+    put(tmp_path, record(1, state="running"))
+    lock = RunHistory.of(tmp_path).folder(record(1).run_id) / LOCK
+    lock.write_text("process 1")
+    lock.chmod(0o444)
+    with lock.open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert states(tmp_path) == {"smoke-seed1": "killed"}
 
 
 def test_a_run_of_another_node_is_seen_through_the_store_and_is_silent_without_a_sign_of_life(tmp_path: Path):
