@@ -128,7 +128,6 @@ class RunRecorder(Console):
         """Note the artifact and, of an evaluation, its scores."""
         self._pace = None
         job = self._stages[stage].job if stage in self._stages else None
-        holds_gpus = job is not None and (job.training() is not None or self._stages[stage].engine() is not None)
         changes: dict[str, object] = {
             "kind": ref.kind,
             "fingerprint": ref.fingerprint,
@@ -137,10 +136,9 @@ class RunRecorder(Console):
             "num_gpus": 0,
         }
         if not was_reused:
-            num_gpus = gpus_in_reach() if holds_gpus else 0
-            changes |= {"state": "made", "wall_s": round(wall_s, 1), "num_gpus": num_gpus}
-        stages = tuple(s.model_copy(update=changes) if s.name == stage else s for s in self.record.stages)
-        self._change(stages=stages, left_s=None)
+            changes |= {"state": "made", **self._spent(stage, wall_s)}
+        self._change_stage(stage, changes)
+        self._change(left_s=None)
         if job is not None and job.scores_model:
             self._change(scores=tuple(_scores(self._stages[stage].scored_model_stage or stage, ref.path)))
 
@@ -148,6 +146,22 @@ class RunRecorder(Console):
         """Note why, and when the next attempt begins."""
         again = f"; next attempt in about {attempt.next_in_s:.0f} s" if attempt.next_in_s is not None else ""
         self._change(stage=stage, why=f"{_first_line(error)}{again}"[:_MAX_CHARS], left_s=None)
+
+    def count_running(self) -> None:
+        """Count what the running stage has spent so far, which may be most of a run."""
+        pace = self._pace
+        if pace is not None:
+            self._change_stage(pace.stage, self._spent(pace.stage, time.monotonic() - pace.started_s))
+
+    def _spent(self, stage: str, wall_s: float) -> dict[str, object]:
+        own = self._stages.get(stage)
+        holds_gpus = own is not None and (own.job.training() is not None or own.engine() is not None)
+        return {"wall_s": round(wall_s, 1), "num_gpus": gpus_in_reach() if holds_gpus else 0}
+
+    def _change_stage(self, stage: str, changes: Mapping[str, object]) -> None:
+        with self._lock:
+            stages = tuple(s.model_copy(update=changes) if s.name == stage else s for s in self._record.stages)
+            self._record = self._record.model_copy(update={"stages": stages})
 
     def _change(self, **changes: object) -> None:
         with self._lock:
@@ -163,6 +177,7 @@ class RunRecorder(Console):
                     self._look_at_gpus()
                     gpu_s = time.monotonic()
                 if time.monotonic() - watched_s >= _BEAT_S:
+                    self.count_running()
                     self._watch(self.record)
                     watched_s = time.monotonic()
                 if self._pace is None and self._warned.text:

@@ -47,7 +47,7 @@ class RunStage(Settings):
     """GPUs that the stage is configured to hold."""
     state: Literal["open", "made", "reused"] = "open"
     wall_s: float = Field(default=0.0, ge=0)
-    """Seconds that this run spent on it."""
+    """Seconds that this run spent on it; of one that runs those so far, counted once a minute."""
 
 
 class RunScore(Settings):
@@ -103,7 +103,7 @@ class RunRecord(Settings):
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours that its finished stages held."""
+        """GPU-hours that its stages have held so far."""
         return sum(stage.num_gpus * stage.wall_s for stage in self.stages) / 3600
 
     @property

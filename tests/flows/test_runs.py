@@ -248,6 +248,16 @@ def test_a_stage_is_followed_to_its_end_and_an_evaluation_to_its_scores(recorder
     assert [(s.model, s.benchmark, s.value) for s in recorder.record.scores] == [("rl", "heldout", 0.75)]
 
 
+def test_the_gpu_hours_of_a_run_include_those_of_the_stage_that_runs(recorder: RunRecorder, monkeypatch):
+    """Or a budget would be known to be spent only after the stage that spends it, which may take days."""
+    monkeypatch.setattr("tasks.run_record.gpus_in_reach", lambda: 8)
+    began = time.monotonic()
+    console().stage_started("rl", attempt=1)
+    monkeypatch.setattr(time, "monotonic", lambda: began + 7200)
+    recorder.count_running()
+    assert recorder.record.gpu_hours == pytest.approx(16, rel=1e-3)
+
+
 def test_a_failure_is_told_with_the_delay_before_the_next_attempt(recorder: RunRecorder):
     console().stage_failed("rl", DataError("row 3: no answer\nmore"), Attempt(number=1, of=3, next_in_s=5.0))
     assert recorder.record.why == "row 3: no answer; next attempt in about 5 s"
