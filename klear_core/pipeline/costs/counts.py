@@ -123,5 +123,6 @@ def num_opd_answers(stage: Stage, config: PipelineConfig) -> int | None:
 
 
 def benchmark_rows(benchmark: BenchmarkConfig) -> int | None:
-    """Return the number of problems of a benchmark; None if it is not known."""
-    return benchmark.expected_rows or count_rows(benchmark.source)
+    """Return the most problems of a benchmark, or of the part that is scored; None if nothing bounds them."""
+    rows, part = benchmark.expected_rows or count_rows(benchmark.source), benchmark.num_problems
+    return part if rows is None else min(rows, part or rows)

@@ -107,6 +107,16 @@ def test_a_benchmark_whose_rows_cannot_be_counted_is_named(tmp_path: Path) -> No
     assert (scored.max_tokens, scored.note) == (None, "unknown number of problems in here")
 
 
+@pytest.mark.parametrize(("rows", "num_answers"), [(500, 50 * 4), (30, 30 * 4), (None, 50 * 4)])
+def test_of_a_benchmark_only_the_part_that_is_scored_counts(rows: int | None, num_answers: int) -> None:
+    """The plan says beside it how little 50 problems can show."""
+    source = FileSource(path="not_counted.csv")
+    benchmark = BenchmarkConfig(name="part", source=source, expected_rows=rows, num_samples=4, num_problems=50)
+    config = PipelineConfig(benchmarks=(benchmark,), evaluate=EvaluateConfig(greedy=False))
+    (scored,) = estimate(config, ["evaluate_rl"])
+    assert scored.note.startswith(f"1 models, {num_answers} answers each")
+
+
 def opd_config(**opd: object) -> PipelineConfig:
     curate = CurateConfig(sources=(ProceduralSource(num_problems=100),))
     rollouts = {"samples_per_prompt": 3, "max_prompt_tokens": 20, "sampling": {"max_new_tokens": 80}, "num_prompts": 10}
