@@ -334,13 +334,17 @@ _IMAGE_KEYS = ("image", "images")
 
 
 def check_is_whole(question: str, fields: Fields) -> None:
-    """Raise RowError if other columns of the row hold an image, or options that the question does not show."""
+    """Raise RowError if other columns of the row hold an image, or options half of which the question does not show.
+
+    Not all of them: a number that is an option may stand in the question by chance.
+    """
     for key in _IMAGE_KEYS:
         if fields.get(key):
             raise RowError("not_text", key, "the question has an image")
     for key in _OPTION_KEYS:
-        missing = [option for option in _options_in(fields.get(key)) if option not in question]
-        if missing:
+        options = _options_in(fields.get(key))
+        missing = [option for option in options if option not in question]
+        if missing and 2 * len(missing) >= len(options):
             raise RowError(
                 "options_left_out",
                 key,
