@@ -124,20 +124,26 @@ def grid_file(grid: str) -> Path:
 
 
 def profile_folder(profile: str) -> Path:
-    """Return a profile's folder, given as a path or a name under configs/. ConfigError lists the names if unknown."""
-    named, given = CONFIGS / profile, Path(profile)
+    """Return a profile's folder, given as a path or a name under configs/. ConfigError lists the names if unknown.
+
+    A name is a single word, so `./laptop` and `.` are paths. ConfigError for a word that means two profiles.
+    """
+    given = Path(profile)
     try:
-        if named.is_dir():
-            return named
-        given.is_dir()
+        is_here = given.is_dir()
     except OSError as e:
         raise ConfigError(f"{profile[:100]}: no profile folder can have this name: {e.strerror}") from e
-    if given.name == profile and not given.is_dir():
+    if given.name != profile or profile == "..":
+        return given
+    named = CONFIGS / profile
+    if not is_here and not named.is_dir():
         raise ConfigError(
             f"{profile}: no such profile folder; "
             f"{meant(profile, profiles_in(CONFIGS), 'profiles that go by their name')}"
         )
-    return given
+    if is_here and named.is_dir() and any(given.glob("*.toml")) and not given.samefile(named):
+        raise ConfigError(f"{profile}: a folder here and a profile by its name; write ./{profile} or {named}")
+    return named if named.is_dir() else given
 
 
 # ---- selections and results ----

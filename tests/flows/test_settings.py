@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.environment import export_spans, resolve
+from flows.environment import CONFIGS, export_spans, profile_folder, resolve
 from flows.pipeline import label_of, with_seed
 from klear_core.config.distill import ProceduralTeacherConfig
 from klear_core.config.losses import GppoConfig
@@ -66,6 +66,19 @@ def test_without_a_profile_the_settings_stand_alone(profile: str):
     assert resolve(None, [], PipelineConfig(seed=9)) == PipelineConfig(seed=9)
     with pytest.raises(ConfigError):
         resolve(None, ["seed=1"], None)
+
+
+def test_a_folder_is_not_taken_for_the_profile_that_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own = tmp_path / "laptop"
+    own.mkdir()
+    (own / "profile.toml").write_text(PROFILE)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("./laptop", [], None).seed == 3
+    with pytest.raises(ConfigError, match=r"laptop: a folder here and a profile by its name; write \./laptop or /"):
+        profile_folder("laptop")
+    monkeypatch.chdir(own)
+    assert resolve(".", [], None).seed == resolve("../laptop", [], None).seed == 3
+    assert profile_folder("laptop") == CONFIGS / "laptop"
 
 
 def test_a_run_with_a_fresh_seed_is_called_by_that_seed():
