@@ -333,6 +333,17 @@ def main() -> None:
     An interrupt ends with status 130, SIGUSR1 with REQUEUE_STATUS, a limit of the run with LIMIT_STATUS.
     """
     bypass_proxies_for_loopback()
+    try:
+        try:
+            _run_command()
+        finally:
+            exit_at_once_when_interrupted()
+    except KeyboardInterrupt as e:  # another signal, while the end of the command was being told or its handlers set
+        exit_at_once_when_interrupted()
+        sys.exit(_status_of(e))
+
+
+def _run_command() -> None:
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         with reliable_interrupts():
@@ -341,13 +352,19 @@ def main() -> None:
         errors.print(f"[bold red]error:[/] {escape(str(e))}")
         sys.exit(2 if e.is_permanent else 1)
     except (SystemExit, KeyboardInterrupt) as e:  # click exits for an interrupt, unless a second one follows
-        causes = tuple(chain_of(e))
-        for kind, status in ((Requeued, REQUEUE_STATUS), (LimitReached, LIMIT_STATUS), (KeyboardInterrupt, 130)):
-            if any(isinstance(cause, kind) for cause in causes):
-                sys.exit(status)
+        status = _status_of(e)
+        if status is not None:
+            sys.exit(status)
         raise
-    finally:
-        exit_at_once_when_interrupted()
+
+
+def _status_of(end: BaseException) -> int | None:
+    """Return the exit status of a command that a signal or a limit has ended; None if nothing of that kind did."""
+    causes = tuple(chain_of(end))
+    for kind, status in ((Requeued, REQUEUE_STATUS), (LimitReached, LIMIT_STATUS), (KeyboardInterrupt, 130)):
+        if any(isinstance(cause, kind) for cause in causes):
+            return status
+    return None
 
 
 def _config(profile: str, overrides: list[str] | None) -> PipelineConfig:

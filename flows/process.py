@@ -41,12 +41,11 @@ def lost_interrupts_sent_again() -> Iterator[None]:
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
         if issubclass(lost.exc_type, KeyboardInterrupt):
-            # Later, when the code that discards exceptions has returned. To the main thread: the signal also has to end
-            # a system call that it blocks in.
             number = signal.SIGUSR1 if issubclass(lost.exc_type, Requeued) else signal.SIGTERM
-            timer = threading.Timer(_AGAIN_AFTER_S, signal.pthread_kill, (threading.main_thread().ident, number))
-            timer.daemon = True  # a process that ends meanwhile does not wait for it
-            timer.start()
+            try:
+                _send_later(number)
+            except KeyboardInterrupt:  # another signal, which would be lost here, too; what is sent stands for both
+                _send_later(number)
         else:
             before(lost)
 
@@ -55,6 +54,13 @@ def lost_interrupts_sent_again() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
+
+
+def _send_later(number: signal.Signals) -> None:
+    """Send a signal to the main thread, in whose system call it may block, once the code that discards has returned."""
+    timer = threading.Timer(_AGAIN_AFTER_S, signal.pthread_kill, (threading.main_thread().ident, number))
+    timer.daemon = True  # a process that ends meanwhile does not wait for it
+    timer.start()
 
 
 def _interrupt(_signum: int, _frame: object) -> None:

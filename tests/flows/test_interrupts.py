@@ -45,6 +45,21 @@ def test_what_else_is_raised_there_is_reported_as_ever() -> None:
     assert "ValueError: odd" in ended.stderr
 
 
+def test_a_second_signal_while_a_lost_one_is_sent_again_is_heeded_too() -> None:
+    profile = """
+def profile(frame, event, _):
+    if event == "call" and frame.f_code is threading.Timer.__init__.__code__:
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGTERM)
+
+sys.setprofile(profile)
+with"""
+    script = f"import threading\n{SCRIPT}".replace("\nwith", profile)
+    command = [sys.executable, "-c", script, str(int(signal.SIGTERM))]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert (ended.stdout, ended.stderr) == ("interrupted\n", "")
+
+
 IN_AN_EVENT_LOOP = """
 import asyncio, os, signal
 from prefect.utilities.engine import capture_sigterm
@@ -147,8 +162,7 @@ def test_an_interrupt_in_an_exit_handler_ends_the_process_at_once_and_without_a_
 
 TWO_SIGNALS = """
 import io, signal, sys
-from flows.cli import main
-from flows.process import reliable_interrupts
+from flows.cli import chain_of, exit_at_once_when_interrupted, main, reliable_interrupts
 
 class Signalling(io.StringIO):
     def write(self, text):
@@ -157,27 +171,35 @@ class Signalling(io.StringIO):
             signal.raise_signal(first)
 
 def profile(frame, event, _):
-    if event == "call" and frame.f_code is reliable_interrupts.__wrapped__.__code__:  # its block has ended
+    if event == "call" and frame.f_code is place.__code__:
         sys.setprofile(None)
         signal.raise_signal(second)
 
+place = eval(sys.argv.pop())
 first, second = (int(sys.argv.pop()) for _ in range(2))
 sys.stdout = Signalling()
 main()
 """
 
 
+# The end of the block of signals, what is told after it, and the handlers that are set last.
+BLOCK, TOLD, LAST = "reliable_interrupts.__wrapped__", "chain_of", "exit_at_once_when_interrupted"
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "status"),
+    ("first", "second", "place", "status"),
     [
-        (signal.SIGTERM, signal.SIGTERM, 130),
-        (signal.SIGINT, signal.SIGTERM, 130),
-        (signal.SIGUSR1, signal.SIGTERM, REQUEUE_STATUS),
+        (signal.SIGTERM, signal.SIGTERM, BLOCK, 130),
+        (signal.SIGINT, signal.SIGTERM, BLOCK, 130),
+        (signal.SIGUSR1, signal.SIGTERM, BLOCK, REQUEUE_STATUS),
+        (signal.SIGTERM, signal.SIGTERM, TOLD, 130),
+        (signal.SIGUSR1, signal.SIGTERM, TOLD, REQUEUE_STATUS),
+        (signal.SIGTERM, signal.SIGINT, LAST, 130),
     ],
 )
 def test_a_second_signal_while_the_first_ends_a_command_leaves_no_traceback(
-    first: signal.Signals, second: signal.Signals, status: int
+    first: signal.Signals, second: signal.Signals, place: str, status: int
 ) -> None:
-    command = [sys.executable, "-c", TWO_SIGNALS, "--help", str(int(second)), str(int(first))]
+    command = [sys.executable, "-c", TWO_SIGNALS, "--help", str(int(second)), str(int(first)), place]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert (ended.returncode, ended.stderr) == (status, "")
