@@ -141,7 +141,7 @@ def load_ablation(file: Path, profile: str | None = None, extended: Sequence[str
     """Read and validate an ablation file, for its own profile or another one (see `AblationConfig.at`); raise
     ConfigError that names the file and every wrong key."""
     try:
-        grid = AblationConfig.model_validate(tomllib.loads(file.read_text()))
+        grid = AblationConfig.model_validate(tomllib.loads(file.read_text(encoding="utf-8-sig")))
         return grid if profile is None else grid.at(profile, extended)
     except OSError as e:
         raise ConfigError(f"{file}: cannot be read ({e.strerror})") from e

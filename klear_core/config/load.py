@@ -80,7 +80,8 @@ def _own_settings(folder: Path) -> Tree:
     settings: Tree = {}
     for file in files:
         try:
-            tables = tomllib.loads(file.read_text())
+            # UTF-8 in every locale; editors of Windows begin a file with a mark.
+            tables = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except OSError as e:
             raise ConfigError(f"{file}: cannot be read ({e.strerror})") from e
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
@@ -236,7 +237,7 @@ def profiles_in(folder: Path) -> list[str]:
 def _may_be_profile(folder: Path) -> bool:
     files = _toml_files(folder)
     try:
-        return bool(files) and not any(_is_grid(tomllib.loads(file.read_text())) for file in files)
+        return bool(files) and not any(_is_grid(tomllib.loads(file.read_text(encoding="utf-8-sig"))) for file in files)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
         return True  # a profile with a broken file, which `read_profile` reports
 

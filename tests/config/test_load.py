@@ -1,4 +1,7 @@
+import os
 import shlex
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -65,6 +68,17 @@ def test_a_lock_file_of_an_editor_is_no_part_of_a_profile(profile):
     (profile / ".#rl.toml").symlink_to("someone@machine.4711")  # Emacs's, while there are unsaved changes
     assert load_profile(profile).rl.num_steps == 7
     assert profile.name in profiles_in(profile.parent)
+
+
+def test_a_file_is_read_as_utf_8_in_every_locale_and_may_begin_with_the_mark_of_a_windows_editor(profile):
+    (profile / "run.toml").write_text('data_until = 2024-01-01\nmodel = {kind = "hf", path = "é"}\n', "utf-8-sig")
+    script = "import sys; from klear_core.config.load import load_profile, Path\n"
+    script += "print(ascii(load_profile(Path(sys.argv[1])).model.path))"
+    # An old locale, as `LC_ALL=en_US` is, without Python's own change to UTF-8.
+    env = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", script, profile]
+    read = subprocess.run(command, cwd=CONFIGS.parent, env=env, capture_output=True, text=True, check=False)
+    assert (read.stdout, read.stderr) == ("'\\xe9'\n", "")
 
 
 def test_a_file_of_a_profile_that_cannot_be_read_is_an_error_that_names_it(profile):

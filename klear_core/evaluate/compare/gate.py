@@ -66,7 +66,7 @@ class GateResult(Settings):
 def read_policy(file: Path) -> GatePolicy:
     """Return the policy in a TOML file. Raise ConfigError, with the key and the value, if it cannot be used."""
     try:
-        return GatePolicy.model_validate(tomllib.loads(file.read_text()))
+        return GatePolicy.model_validate(tomllib.loads(file.read_text(encoding="utf-8-sig")))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{file}: cannot be read: {e}") from e
     except ValidationError as e:

@@ -87,7 +87,7 @@ class Agreement:
 def read_published(file: Path) -> tuple[PublishedModel, ...]:
     """Return the published scores in a file. Raise ConfigError that names the file and what is wrong."""
     try:
-        return _PublishedFile.model_validate(tomllib.loads(file.read_text())).score
+        return _PublishedFile.model_validate(tomllib.loads(file.read_text(encoding="utf-8-sig"))).score
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{file}: cannot be read: {e}") from e
     except ValidationError as e:
