@@ -18,7 +18,19 @@ RUN, SCORE, LOOK, SERVE = "Run", "Score", "Look", "Serve"
 
 evaluations = typer.Typer(rich_markup_mode="rich")
 
-Root = Annotated[Path, typer.Option(help="Workspace to look in.")]
+
+def workspace_folder(root: Path | None) -> Path | None:
+    """Return the folder that `--root` names, below the home folder where it begins with `~`, as `workspace.root` may.
+
+    ConfigError if a file is there.
+    """
+    root = root and root.expanduser()
+    if root is not None and root.exists() and not root.is_dir():
+        raise ConfigError(f"--root {root}: a file; name the folder of a workspace")
+    return root
+
+
+Root = Annotated[Path, typer.Option(callback=workspace_folder, help="Workspace to look in.")]
 ChampionOf = Annotated[
     str, typer.Option("--model", help="Registered model in MLflow, as promote.registered_model names it.")
 ]
@@ -263,7 +275,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  one option each
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; may be repeated.")
     ] = None,
-    root: Annotated[Path, typer.Option(help="Workspace for the result.")] = Path("runs"),
+    root: Annotated[Path, typer.Option(callback=workspace_folder, help="Workspace for the result.")] = Path("runs"),
 ) -> None:
     """Score any model on benchmarks, with intervals; nothing is trained.
 
@@ -399,7 +411,9 @@ def replay(
 
 
 def ui(
-    root: Annotated[Path, typer.Option(help="Workspace whose runs to look at.")] = Path("runs"),
+    root: Annotated[Path, typer.Option(callback=workspace_folder, help="Workspace whose runs to look at.")] = Path(
+        "runs"
+    ),
     runs_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the page of all runs.")] = 5001,
     prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the Prefect UI.")] = 4200,
     mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the MLflow UI.")] = 5000,

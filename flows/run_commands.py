@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands import Root
+from flows.commands import Root, workspace_folder
 
 runs = typer.Typer(rich_markup_mode="rich", invoke_without_command=True)
 """`klear runs` lists them; its commands act on one, given by its id, the first digits of that, or its name."""
@@ -18,7 +18,9 @@ WhichRun = Annotated[
     str, typer.Argument(metavar="RUN", help="Id of a run, its first digits, or its name (the newest).")
 ]
 
-RunRoot = Annotated[Path | None, typer.Option("--root", help="Workspace to look in; by default runs.")]
+RunRoot = Annotated[
+    Path | None, typer.Option("--root", callback=workspace_folder, help="Workspace to look in; by default runs.")
+]
 
 
 @runs.callback()

@@ -265,6 +265,17 @@ def test_rerun_from_shows_in_the_plan_and_refuses_a_stage_that_is_not_to_run(kle
     assert (ended.status, "rerun from 'curate': it is not among the stages to run" in ended.err) == (2, True)
 
 
+def test_a_workspace_may_lie_in_the_home_folder_and_is_no_file(klear, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"norunin{tmp_path / 'ws'}yet" in "".join(klear("runs", "--root", "~/ws").out.split())  # lines are folded
+    (tmp_path / "ws").touch()
+    shown = klear("show", "sft", "--root", "~/ws")
+    assert (shown.status, shown.err) == (
+        2,
+        f"error: --root {tmp_path / 'ws'}: a file; name the folder of a workspace\n",
+    )
+
+
 def test_an_artifact_that_is_not_there_is_an_error_that_lists_the_stages(klear, workspace):
     shown = klear("show", "sft", "--root", workspace)
     assert shown.status != 0
