@@ -140,11 +140,12 @@ def submit(  # noqa: PLR0913, PLR0917  options of a command
         "queue": queue,
         "priority": priority,
         "deadline": deadline,
-        "retry": None if retry is None else json.dumps([word.strip() for word in retry.split(",") if word.strip()]),
+        "retry": None if retry is None else [word.strip() for word in retry.split(",") if word.strip()],
         "retry_for": retry_for,
         "idle_kill": idle_kill,
     }
-    asked = [f"workspace.submit.{name}={value}" for name, value in given.items() if value]
+    # As TOML in quotes: a queue may be called 7 or true.
+    asked = [f"workspace.submit.{name}={json.dumps(value)}" for name, value in given.items() if value not in (None, "")]
     config = _config(profile, [*(overrides or []), *asked])
     submit_run(config, to, StageSelection(only=only, from_=from_, until=until), is_dry_run=dry_run)
 

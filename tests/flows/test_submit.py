@@ -146,6 +146,12 @@ def test_an_option_that_cannot_be_read_is_refused_with_what_it_may_be(tmp_path, 
         submitted(tmp_path, "smoke", "--to", "slurm", option, value, "--dry-run")
 
 
+def test_a_queue_and_a_priority_may_be_called_by_a_number_or_a_word_of_toml(tmp_path):
+    shown = submitted(tmp_path, "smoke", "--to", "slurm", "--queue", "7", "--priority", "true", "--dry-run")
+    assert "#SBATCH --partition=7\n" in shown
+    assert "#SBATCH --qos=true\n" in shown
+
+
 @pytest.mark.parametrize("target", ["slurm", "ray", "kube", "prefect"])
 def test_a_deadline_is_a_moment_in_the_profile_of_the_run(tmp_path, target):
     needs = {"kube": POD, "prefect": ["queue=klear"]}
