@@ -17,7 +17,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from flows.commands import LOOK, RUN, SCORE, SERVE, chat, evaluations, replay, show, sweep, ui
-from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
+from flows.process import (
+    bypass_proxies_for_loopback,
+    escape_unprintable,
+    exit_at_once_when_interrupted,
+    reliable_interrupts,
+)
 from flows.run_commands import disk, gc, runs
 from klear_core.errors import ConfigError, KlearError, chain_of, meant
 from klear_core.stopping import LIMIT_STATUS, REQUEUE_STATUS, LimitReached, Requeued
@@ -334,6 +339,7 @@ def main() -> None:
     An interrupt ends with status 130, SIGUSR1 with REQUEUE_STATUS, a limit of the run with LIMIT_STATUS.
     """
     bypass_proxies_for_loopback()
+    escape_unprintable()
     try:
         try:
             _run_command()

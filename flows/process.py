@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import socket
@@ -93,6 +94,16 @@ def _exit_at_once(signum: int, _frame: object) -> None:
         with suppress(OSError, ValueError):  # a closed pipe or file must not keep the process from exiting
             stream.flush()
     os._exit(REQUEUE_STATUS if signum == signal.SIGUSR1 else 128 + signum)
+
+
+# ---- output ----
+
+
+def escape_unprintable() -> None:
+    """Print a character that the encoding of the output lacks as `\\u2713`; an error in its place would end a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 # ---- proxies ----

@@ -2,6 +2,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -98,6 +100,14 @@ def test_a_plan_begins_with_its_table_and_fits_on_a_screen(klear, tmp_path):
     with_config = klear("plan", "smoke", "--config", *where).out.splitlines()
     assert with_config[: len(lines)] == lines
     assert json.loads("\n".join(with_config[len(lines) :]))["rl"]["num_steps"] == 16
+
+
+def test_a_character_that_the_output_lacks_is_escaped_and_ends_nothing(tmp_path):
+    command = [sys.executable, "-c", "from flows.cli import main; main()", "runs", "--root", tmp_path / "Übung"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "\\xdcbung" in "".join(ended.stdout.split())
 
 
 def test_a_plan_warns_of_a_reward_that_can_be_played(klear, tmp_path):
