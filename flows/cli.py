@@ -150,7 +150,11 @@ def submit(  # noqa: PLR0913, PLR0917  options of a command
         "idle_kill": idle_kill,
     }
     # As TOML in quotes: a queue may be called 7 or true.
-    asked = [f"workspace.submit.{name}={json.dumps(value)}" for name, value in given.items() if value not in (None, "")]
+    asked = [
+        f"workspace.submit.{name}={json.dumps(value, ensure_ascii=False)}"
+        for name, value in given.items()
+        if value not in (None, "")
+    ]
     config = _config(profile, [*(overrides or []), *asked])
     submit_run(config, to, StageSelection(only=only, from_=from_, until=until), is_dry_run=dry_run)
 

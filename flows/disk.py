@@ -114,7 +114,7 @@ def _champions(root: Path, entries: Mapping[str, Entry]) -> Iterator[str]:
     """Yield model, evaluation and decision of each registered model's champion and of the version before it.
 
     MLflow is asked only if a decision of this workspace, or of its shared store, promoted a model. Other nodes may have
-    another MLflow: a decision of theirs that this one does not know is kept, with the model and scores it was made from.
+    another MLflow: a decision of theirs that this one does not know is kept, with the model and scores that it is of.
     """
     decisions: dict[str, list[str]] = defaultdict(list)
     for entry in entries.values():

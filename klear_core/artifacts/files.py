@@ -63,7 +63,7 @@ def content_digest(path: Path, *, cache: Path | None = None) -> str:
         text = _listing(files, fixed_part(str(path)), cache)
     else:
         raise ConfigError(f"{path}: no such file or folder (looked from {Path.cwd()})")
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:20]  # names need not be UTF-8
 
 
 def is_pattern(path: str) -> bool:

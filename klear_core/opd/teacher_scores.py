@@ -112,8 +112,8 @@ async def scored_by(
 ) -> TrainSample:
     """Return an answer with the teacher's log-probs of its tokens, and of its likeliest tokens in their place.
 
-    `vocab_size` is the student's. A teacher's may be rounded up further (Qwen2.5: 151,936 and 152,064): what lies beyond
-    is no token, and gets probability 0.
+    `vocab_size` is the student's. A teacher's may be rounded up further (Qwen2.5: 151,936 and 152,064): what lies
+    beyond is no token, and gets probability 0.
     """
     num_prompt = answer.num_prompt_tokens
     prompt_ids, answer_ids = answer.token_ids[:num_prompt], answer.token_ids[num_prompt:]

@@ -84,8 +84,8 @@ class RolloutClient:
         custom_rewards: RewardValues = no_rewards,
         window: int | None = None,
     ) -> None:
-        """`engine_status` returns a description of pending engine work, used in the stall error message; `window` is the
-        number of positions of the engines, None without a bound."""
+        """`engine_status` returns a description of pending engine work, used in the stall error message; `window` is
+        the number of positions of the engines, None without a bound."""
         self._engine = engine
         self._judge = judge
         self._custom_rewards = custom_rewards
@@ -93,7 +93,7 @@ class RolloutClient:
         self._opening = opening_of(tokenizer)
         self._cfg = cfg
         most = cfg.rollout.max_prompt_tokens
-        # An engine refuses a prompt without room for an answer, which would end the run, and again each time it resumes.
+        # An engine refuses a prompt without room for an answer, which would end the run, and each time it resumes.
         self._max_prompt_tokens = most if window is None else min(most, window - 1)
         self._seed = seed
         self._engine_status = engine_status

@@ -119,7 +119,9 @@ def test_a_question_whose_options_or_image_are_in_another_column_is_not_one_with
 
 def test_options_that_the_question_shows_are_not_left_out(tmp_path):
     options = [["4", "5", "6"], ["$4$", "5", "6"]]  # one is written in another way
-    rows = [{"problem": f"{i}: Which is prime? A) 4 B) 5 C) 6", "options": o, "answer": "B"} for i, o in enumerate(options)]
+    rows = [
+        {"problem": f"{i}: Which is prime? A) 4 B) 5 C) 6", "options": o, "answer": "B"} for i, o in enumerate(options)
+    ]
     found = read_source(FileSource(path=file_of(tmp_path, rows)), seed=0)
     assert [row.reference.answers for row in found] == [("B",), ("B",)]
 

@@ -119,8 +119,8 @@ _TOKEN = (
     r"[-+*/=<>!^|()\[\]&%\u0304\u0305\u2190-\u22ff\u27c0-\u27ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|[\ue100-\ue1ff]{8}|"
     + _PRIME
 )
-"""Numbers, runs of letters, single Chinese and Japanese characters, signs with a meaning in mathematics (also primes, set
-braces, the two group marks, and the marks of drawings)."""
+"""Numbers, runs of letters, single Chinese and Japanese characters, signs with a meaning in mathematics (also primes,
+set braces, the two group marks, and the marks of drawings)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +149,12 @@ _FIRST_MARK = 0xE100
 
 
 def tokens_of(text: str) -> list[str]:
-    """Return the text's tokens, lower-cased: numbers, words (each character of Chinese and Japanese), and signs that have
-    a meaning in mathematics.
+    """Return the text's tokens, lower-cased: numbers, words (each character of Chinese and Japanese), and signs that
+    have a meaning in mathematics.
 
     White space, other punctuation, dollar signs and LaTeX commands that only affect layout are dropped. So are braces,
-    except around the arguments of several tokens: `2^{x+1}` is not `2^x+1`, while `x^{2}` is `x^2`. A drawing (a board, a
-    picture of characters), in which these make the difference, is one token.
+    except around the arguments of several tokens: `2^{x+1}` is not `2^x+1`, while `x^{2}` is `x^2`. A drawing (a board,
+    a picture of characters), in which these make the difference, is one token.
     """
     if text.isascii() and text.isdigit():
         return [text]  # most answers
