@@ -148,7 +148,7 @@ def bytes_in(path: Path) -> int:
 
 
 def move_to_trash(root: Path, items: Sequence[Item], *, now: datetime) -> list[Item]:
-    """Move items to the trash and return those that were moved; an artifact that a process builds or opens stays.
+    """Move items to the trash and return those that were moved; an artifact that a process builds stays.
 
     The caller holds `collection_lock`, and has looked for roots since it took it.
     """

@@ -119,7 +119,7 @@ class LocalStore:
     def damage(self, kind: str, fingerprint: str) -> str:
         """Return what is wrong with an artifact, paths relative to it; empty if it is intact or missing.
 
-        Changes nothing.
+        One that is in the trash is taken out of it; nothing else changes.
         """
         try:
             ref = self.find(kind, fingerprint)
@@ -190,10 +190,6 @@ class LocalStore:
                     raise ArtifactError(
                         f"{ref.path / name}: altered (SHA-256 {sha[:12]}…, the manifest says {file.sha256[:12]}…)"
                     )
-
-    def manifest(self, ref: ArtifactRef) -> Manifest:
-        """Return the artifact's manifest. ArtifactError if it is missing or altered."""
-        return read_manifest(ref.path)
 
     def set_aside(self, kind: str, fingerprint: str, *, why: str) -> Path | None:
         """Move an artifact out of use, keep it as evidence, and delete work begun on it; returns its new place."""

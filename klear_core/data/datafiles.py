@@ -45,7 +45,7 @@ _SPLITS = frozenset(["train", "test", "validation", "valid", "val", "dev"])
 _SHARD = re.compile(r"(?P<before>.*?)(?P<index>\d{4,6})(?P<after>-of-(?P<count>\d{4,6}).*)")
 """Name of one of several shards, `data/train-00002-of-00010.parquet`."""
 _SHARD_HASH = re.compile(r"(?<=-of-\d{5})-[0-9a-f]{16}(?=\.)")
-"""Hash in the name of each shard, another in each, as `datasets` wrote them until 2023: `…-of-00039-e991a271dbfa9925`."""
+"""Hash in each shard's name, as `datasets` wrote them until 2023: `train-00000-of-00039-e991a271dbfa9925.parquet`."""
 _SHOWN = 8
 
 

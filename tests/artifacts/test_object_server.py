@@ -15,7 +15,7 @@ from object_server import SECRET, object_server
 
 from flows.doctor import check_store
 from klear_core.artifacts.bucket import Bucket
-from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError, ConfigError, ResourceError
@@ -69,7 +69,7 @@ def test_doctor_tells_that_the_server_has_conditional_writes(server: str):
 
 def test_a_corrupted_object_is_named(server: str, tmp_path: Path):
     a = ObjectStore(tmp_path / "a", "s3://klear/corrupt")
-    sha = a.manifest(build(a)).files[0].sha256
+    sha = read_manifest(build(a).path).files[0].sha256
     a.bucket.write(f"objects/{sha[:2]}/{sha}", b"9876543210")
     with pytest.raises(ArtifactError, match=rf"s3://klear/corrupt/objects/{sha[:2]}/{sha}: altered .* model/weights"):
         ObjectStore(tmp_path / "b", "s3://klear/corrupt").find("sft", "f1")

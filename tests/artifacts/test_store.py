@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from manifests import manifest
 
-from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError, ResourceError
 
@@ -32,8 +32,8 @@ def test_what_was_published_is_found_with_its_ledger_and_without_its_scratch(tmp
     store = LocalStore(tmp_path)
     ref = build(store)
     assert store.find("sft", "f1") == ref
-    assert [f.path for f in store.manifest(ref).files] == ["data.parquet", "model/weights"]
-    assert store.manifest(ref).ledger[0].dropped == {"same_text": 1}
+    assert [f.path for f in read_manifest(ref.path).files] == ["data.parquet", "model/weights"]
+    assert read_manifest(ref.path).ledger[0].dropped == {"same_text": 1}
     assert not (ref.path / "scratch").exists()
     assert ref.counts == {"rows": 2}
     assert store.folders() == [ref.path]

@@ -14,12 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from klear_core.artifacts.manifest import StageSummary
+from klear_core.artifacts.manifest import StageSummary, read_manifest
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.stage import BaseJob
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import Telemetry
-from klear_core.pipeline.graph import open_store
 from tasks import tracking
 from tasks.delivery import Undelivered
 from tasks.stage import run_stage
@@ -88,7 +87,7 @@ def test_a_server_that_goes_and_comes_back_ends_up_with_everything(
     workspace = WorkspaceConfig(root=str(tmp_path / "ws"))
     first = run_stage(info(workspace, "base"), job(1), {}, Steps(server, away_at=2, back_at=5))
     second = run_stage(info(workspace, "sft"), job(2), {"model": first}, Steps(server, away_at=2, back_at=None))
-    assert "did not answer" in open_store(workspace).manifest(second).notes[0]
+    assert "did not answer" in read_manifest(second.path).notes[0]
     undelivered = Undelivered(tmp_path / "ws" / "mlflow" / "undelivered")
     assert [r.stage for r in undelivered.records(server.url.removeprefix("http://"))] == ["sft"]
     server.start()

@@ -10,14 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from klear_core.artifacts.manifest import LedgerStep, StageSummary
+from klear_core.artifacts.manifest import LedgerStep, StageSummary, read_manifest
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.stage import BaseJob, EvaluateJob
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.metrics import Telemetry, read_metrics
-from klear_core.pipeline.graph import open_store
 from tasks import tracking
 from tasks.delivery import Undelivered
 from tasks.mlflow_backend import VIEW_TAG, OpenRun, TrackedRun, mlflow_backend
@@ -86,7 +85,7 @@ def test_a_stage_runs_once_and_is_reused_with_the_same_reference(workspace: Work
 def test_the_manifest_tells_where_an_artifact_comes_from(workspace: WorkspaceConfig):
     source = run_stage(info(workspace, "c"), job(2), {}, Body())
     ref = run_stage(info(workspace, "c", "sft"), job(3), {"model": source}, Body())
-    manifest = open_store(workspace).manifest(ref)
+    manifest = read_manifest(ref.path)
     assert [(i.role, i.kind, i.fingerprint) for i in manifest.inputs] == [("model", "base", source.fingerprint)]
     assert manifest.ledger[0].dropped == {"judge_failed": 2}
     assert manifest.seeds == {"run": 1}
@@ -102,7 +101,7 @@ def test_a_failed_stage_goes_on_where_it_was_in_the_same_mlflow_run(workspace: W
         run_stage(run, job(4), {}, Body(fails_at=3))
     ref = run_stage(run, job(4), {}, Body(start=2))  # its checkpoint was older than its last metric
     assert steps_of(ref.path) == [0, 1, 2, 3]
-    manifest = open_store(workspace).manifest(ref)
+    manifest = read_manifest(ref.path)
     assert manifest.attempts == 2
     runs = mlflow_runs(workspace, "d")
     assert {r.data.tags.get("klear.stage", "parent"): r.info.status for r in runs} == {
@@ -132,7 +131,7 @@ def test_a_new_run_that_finishes_a_killed_ones_stage_has_the_whole_curve_in_mlfl
         run_stage(info(workspace, "e"), job(5), {}, Body(fails_at=3, error=KeyboardInterrupt()))  # type: ignore[arg-type]
     assert {r.info.status for r in mlflow_runs(workspace, "e") if "klear.stage" in r.data.tags} == {"KILLED"}
     ref = run_stage(info(workspace, "f"), job(5), {}, Body(start=3))
-    run_id = open_store(workspace).manifest(ref).mlflow_run_id
+    run_id = read_manifest(ref.path).mlflow_run_id
     history = client(workspace).get_metric_history(run_id, "base/loss/train")
     assert [m.step for m in history] == [0, 1, 2, 3]
 
@@ -155,14 +154,14 @@ def test_numbers_that_are_not_finite_are_in_no_record(workspace: WorkspaceConfig
         {"step": 1, "base/optim/lr": 0.2},
         {"step": 2, "base/loss/train": 1 / 3},
     ]
-    run_id = open_store(workspace).manifest(ref).mlflow_run_id
+    run_id = read_manifest(ref.path).mlflow_run_id
     assert [m.step for m in client(workspace).get_metric_history(run_id, "base/loss/train")] == [2, 3]
 
 
 def test_mlflow_has_parameters_inputs_counts_and_the_model_by_reference(workspace: WorkspaceConfig):
     source = run_stage(info(workspace, "g"), job(6), {}, Body())
     ref = run_stage(info(workspace, "g", "sft"), job(7), {"model": source}, Body())
-    run = client(workspace).get_run(open_store(workspace).manifest(ref).mlflow_run_id)
+    run = client(workspace).get_run(read_manifest(ref.path).mlflow_run_id)
     assert run.data.params["model.hidden_size"] == "64"
     assert run.data.metrics["sft/counts/steps"] == 4
     assert [(i.dataset.name, i.dataset.digest) for i in run.inputs.dataset_inputs] == [("base", source.fingerprint)]
@@ -178,7 +177,7 @@ def test_mlflow_has_parameters_inputs_counts_and_the_model_by_reference(workspac
 def test_a_result_that_is_told_twice_names_its_model_once(workspace: WorkspaceConfig):
     """As after an outage in the midst of telling it, or when two processes of a workspace tell what a third left."""
     ref = run_stage(info(workspace, "t"), job(15), {}, Body())
-    run_id = open_store(workspace).manifest(ref).mlflow_run_id
+    run_id = read_manifest(ref.path).mlflow_run_id
     run = client(workspace).get_run(run_id)
     told = OpenRun(run_id, run.data.tags["mlflow.parentRunId"], None)
     record = TrackedRun(server="", run_id="t", run_name="test", stage="base", makes_model=True, ref=ref, ended_ms=1)
@@ -220,7 +219,7 @@ def test_a_stage_is_made_while_mlflow_is_away_and_says_what_mlflow_lacks(
 ):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
     ref = run_stage(info(workspace, "h"), job(8), {}, Body())
-    manifest = open_store(workspace).manifest(ref)
+    manifest = read_manifest(ref.path)
     assert steps_of(ref.path) == [0, 1, 2, 3]
     assert manifest.mlflow_run_id is None
     assert "MLflow at 127.0.0.1:9 did not answer: a later run sends 4 metric values" in manifest.notes[0]
@@ -240,7 +239,7 @@ def test_tracking_trouble_while_a_stage_runs_loses_no_work(workspace: WorkspaceC
 
     ref = run_stage(info(workspace, "i"), job(9), {}, DatabaseGoes())
     assert steps_of(ref.path) == [0, 1, 2, 3]
-    assert "MLflow rejects further records" in open_store(workspace).manifest(ref).notes[0]
+    assert "MLflow rejects further records" in read_manifest(ref.path).notes[0]
 
 
 def test_the_console_is_told_of_start_progress_reuse_and_failure(workspace: WorkspaceConfig, told: list[str]):

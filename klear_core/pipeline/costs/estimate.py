@@ -387,7 +387,7 @@ def sampling_hours(hardware: HardwareConfig, size: ModelSize, use: EngineUse, ma
 
 
 def longest_sequence(use: EngineUse) -> int:
-    """Return the tokens of the longest prompt with its answer that an engine may hold."""
+    """Return the most tokens of a row: the window that an engine is given, else those of an answer alone."""
     limit = use.engine.max_model_len if isinstance(use.engine, VllmEngineConfig) else None
     return limit or use.sampling.max_new_tokens
 
