@@ -27,8 +27,8 @@ from klear_core.generate.engine import (
     SleepingEngine,
     TrainableEngine,
     WeightOffer,
+    engine_stats,
     limit_of,
-    load_of,
 )
 from klear_core.generate.factory import EngineSpec, build_spec, build_trainable_engine, limit_here
 from klear_core.generate.pool import EngineLost
@@ -142,7 +142,7 @@ class EngineActor:
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's load since the last call; see `MeasuredEngine`."""
-        return await load_of(self._engine)
+        return await engine_stats(self._engine)
 
     async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
         """Start and cancel requests and return finished ones; see `RequestServer.exchange`."""
@@ -203,7 +203,7 @@ class RolloutActor:
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's load since the last call; see `MeasuredEngine`."""
-        return await load_of(self._engine)
+        return await engine_stats(self._engine)
 
     async def sleep(self) -> None:
         """Free the engine's GPU memory; see `SleepingEngine.sleep`."""

@@ -37,7 +37,7 @@ from klear_core.evaluate.score import (
     think_tag_note,
     warning_lines,
 )
-from klear_core.generate.engine import EngineStats, load_of
+from klear_core.generate.engine import EngineStats, engine_stats
 from klear_core.generate.factory import EngineSpec, LongestFirst, StartSampler, running, start_here
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.scores import RATES_FOLDER, EvalReport, TemplateScore, write_reports
@@ -127,7 +127,7 @@ def answer_suite(
                 num_engines=sampler.num_engines,
             )
             await answer_benchmarks(cfg, suite, setup, seed=seed, workdir=workdir, telemetry=telemetry)
-            return await load_of(sampler.engine)
+            return await engine_stats(sampler.engine)
 
     with compute.build_judges(verify) as judges:
         # tests the sandbox, if there are code problems, before the model is loaded

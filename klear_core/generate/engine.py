@@ -310,7 +310,7 @@ class Pace:
 
 @runtime_checkable
 class MeasuredEngine(Protocol):
-    """An engine that may report how full it is; `load_of` asks any engine."""
+    """An engine that may report how full it is; `engine_stats` asks any engine."""
 
     cache_tokens: int | None
     """Tokens that its KV cache has room for; None if that is not known, or grows."""
@@ -338,7 +338,7 @@ def limit_of(engine: object, limit: int, answer_tokens: int | None) -> int:
     return max(1, min(limit, int(_CACHE_USED * cache_tokens / (_MEAN_IN_FLIGHT * answer_tokens))))
 
 
-async def load_of(engine: object) -> EngineStats | None:
+async def engine_stats(engine: object) -> EngineStats | None:
     """Return an engine's load since the last call; None of one that reports none."""
     return await engine.stats() if isinstance(engine, MeasuredEngine) else None
 

@@ -25,7 +25,7 @@ from klear_core.generate.engine import (
     PooledEngine,
     SamplingParams,
     combined,
-    load_of,
+    engine_stats,
 )
 from klear_core.types import Completion
 from klear_core.waits import now, span
@@ -128,7 +128,7 @@ class EnginePool:
         closing = [slot.closing for slot in self._slots if slot.closing is not None]
         if closing and self._num_to_come == 0:  # as idle: each reports its load first; a cancelled `wait` ends none
             await asyncio.wait(closing)
-        loads = list(await asyncio.gather(*(load_of(slot.engine) for slot in self._slots)))
+        loads = list(await asyncio.gather(*(engine_stats(slot.engine) for slot in self._slots)))
         for slot in self._slots:
             loads += slot.loads_at_close
             slot.loads_at_close.clear()
@@ -459,7 +459,7 @@ class Slot:
         await asyncio.gather(*before, return_exceptions=True)  # a start that was cancelled raises
         try:
             if keeps_load:
-                self.loads_at_close.append(await load_of(self.engine))
+                self.loads_at_close.append(await engine_stats(self.engine))
         finally:
             await self.engine.close()
 

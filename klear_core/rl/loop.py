@@ -31,7 +31,7 @@ from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError
-from klear_core.generate.engine import SleepingEngine, TrainableEngine, load_of
+from klear_core.generate.engine import SleepingEngine, TrainableEngine, engine_stats
 from klear_core.metrics import METRICS_FILE, SILENT, Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.continuous import ContinuousRollouts
@@ -196,7 +196,7 @@ async def run_steps(
             with phase("learn"):
                 update = await learner.step(rows)
             with phase("hand over"):
-                if (load := await load_of(engine)) is not None:
+                if (load := await engine_stats(engine)) is not None:
                     update |= load.metrics("rl")
                 await evals.finish()  # its answers are of the weights before this step
                 await sync_weights(learner, engine, sleeper, version=step + 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import EngineStats, SamplingParams, load_of
+from klear_core.generate.engine import EngineStats, SamplingParams, engine_stats
 from klear_core.generate.pool import EngineLost, EnginePool
 from klear_core.types import Completion
 
@@ -376,11 +376,11 @@ def test_the_load_of_engines_that_the_last_requests_leave_idle_is_reported_once(
         for seed, engine in enumerate(engines):
             engine.answer(seed)
         await asyncio.gather(*asked)
-        load = await load_of(pool)
+        load = await engine_stats(pool)
         assert load is not None
         assert (load.num_preempted, len(load.tokens_per_s)) == (7, 2)
         assert [engine.events for engine in engines] == [["start", "close"]] * 2
-        assert await load_of(pool) is None
+        assert await engine_stats(pool) is None
         await pool.close()
 
     run(body)

@@ -11,7 +11,7 @@ from decoder_folder import build_model, write_folder
 from last_words import fail
 
 from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig, VllmRuntime
-from klear_core.generate.engine import EngineStats, combined, limit_of, load_of
+from klear_core.generate.engine import EngineStats, combined, engine_stats, limit_of
 from klear_core.generate.model_size import engine_fit, size_of_hf
 from klear_core.generate.vllm_engine import compare_cache
 from klear_core.generate.vllm_process import Gauge, ProcessLog
@@ -124,7 +124,7 @@ def test_of_several_engines_the_fullest_counts_and_those_that_tell_nothing_do_no
     assert combined([None, None]) is None
     both = combined([EngineStats(cache_usage=0.3, num_preempted=2), None, EngineStats(cache_usage=0.7, num_waiting=5)])
     assert both == EngineStats(cache_usage=0.7, num_waiting=5, num_preempted=2)
-    assert asyncio.run(load_of(object())) is None
+    assert asyncio.run(engine_stats(object())) is None
 
 
 class Cached:

@@ -43,7 +43,7 @@ class Estimates:
 
     value: Floats
     """Estimates in 0..1."""
-    noise: Floats
+    variance: Floats
     """Unbiased estimates of the sampling variance of `value`; nan where there are too few samples for one."""
     step: Floats
     """Change of `value` by one answer: 1/n for avg@n, at most k/n for pass@k."""
@@ -53,7 +53,7 @@ class Estimates:
     """Number of each problem's cluster, from 0; None if no clusters are known, or all problems are of one."""
 
     def __post_init__(self) -> None:
-        assert 0 < len(self.value) == len(self.noise) == len(self.step) == len(self.exact), len(self.value)
+        assert 0 < len(self.value) == len(self.variance) == len(self.step) == len(self.exact), len(self.value)
 
     @property
     def mean(self) -> float:
@@ -92,7 +92,7 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
     steps = [k / num for _, num in counts]
     return Estimates(
         value=np.array(values),
-        noise=np.array(noise),
+        variance=np.array(noise),
         step=np.array(steps),
         exact=exact,
         clusters=numbered(clusters),
@@ -106,7 +106,7 @@ def estimates_without_noise(
     num = len(values)
     return Estimates(
         value=np.array([float(v) for v in values]),
-        noise=np.full(num, math.nan),
+        variance=np.full(num, math.nan),
         step=np.full(num, step),
         exact=tuple(values),
         clusters=numbered(clusters),
@@ -255,8 +255,8 @@ def paired_rerun_interval(before: Estimates, after: Estimates, *, confidence: fl
     z = _normal_quantile(confidence)
     num = len(before.value)
     assert num == len(after.value), (num, len(after.value))
-    is_single = np.isnan(before.noise) | np.isnan(after.noise)
-    variance = math.fsum(before.noise[~is_single]) + math.fsum(after.noise[~is_single])
+    is_single = np.isnan(before.variance) | np.isnan(after.variance)
+    variance = math.fsum(before.variance[~is_single]) + math.fsum(after.variance[~is_single])
     if is_single.any():
         # noise within these problems cannot be seen: two upper bounds on it, of which the smaller is taken
         change = (after.value - before.value)[is_single]
@@ -317,18 +317,18 @@ def _with_pooled_noise(estimates: Estimates) -> tuple[Floats, Floats]:
     It is that of one answer for k = 1. The variance of a mean over all choices of k of n answers is at most k/n of
     that of one choice (Hoeffding 1948).
     """
-    is_single = np.isnan(estimates.noise)
+    is_single = np.isnan(estimates.variance)
     if not is_single.any():
-        return estimates.value, estimates.noise
+        return estimates.value, estimates.variance
     mean = float(np.mean(estimates.value[is_single]))
     value = np.where(is_single, mean, estimates.value)
-    noise = np.where(is_single, mean * (1 - mean) * estimates.step, estimates.noise)
+    noise = np.where(is_single, mean * (1 - mean) * estimates.step, estimates.variance)
     return value, noise
 
 
 def _pooled(estimates: Estimates, chosen: npt.NDArray[np.bool_]) -> float:
     """Return the sum of the variances of the chosen problems, with a shared one for those without their own."""
-    noise = estimates.noise[chosen]
+    noise = estimates.variance[chosen]
     is_single = np.isnan(noise)
     values, steps = estimates.value[chosen][is_single], estimates.step[chosen][is_single]
     own = math.fsum(noise[~is_single])

@@ -137,7 +137,7 @@ def _sample(draw: Draw, chances: Floats, cell: Cell) -> Estimates:
     rows = [_row(n, r, cell.k) for n, r in zip(num.tolist(), right.tolist(), strict=True)]
     return Estimates(
         value=np.array([row.value[0] for row in rows]),
-        noise=np.array([row.noise[0] for row in rows]),
+        variance=np.array([row.variance[0] for row in rows]),
         step=np.array([row.step[0] for row in rows]),
         exact=tuple(row.exact[0] for row in rows),
     )

@@ -177,7 +177,7 @@ def test_the_noise_of_pass_at_k_is_unbiased() -> None:
     mean = sum(w * v for w, v in zip(chances, found.value, strict=True))
     variance = sum(w * (v - mean) ** 2 for w, v in zip(chances, found.value, strict=True))
     assert mean == pytest.approx(1 - (1 - p) ** k)
-    assert sum(w * s for w, s in zip(chances, found.noise, strict=True)) == pytest.approx(variance)
+    assert sum(w * s for w, s in zip(chances, found.variance, strict=True)) == pytest.approx(variance)
 
 
 @pytest.mark.parametrize(("n", "k"), [(4, 2), (8, 4), (8, 3), (5, 5)])
