@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from klear_core.config.settings import expanded
 from klear_core.errors import ConfigError
 
 RUN, SCORE, LOOK, SERVE = "Run", "Score", "Look", "Serve"
@@ -24,7 +25,7 @@ def workspace_folder(root: Path | None) -> Path | None:
 
     ConfigError if a file is there.
     """
-    root = root and root.expanduser()
+    root = root and expanded(root)
     if root is not None and root.exists() and not root.is_dir():
         raise ConfigError(f"--root {root}: a file; name the folder of a workspace")
     return root

@@ -29,6 +29,7 @@ from klear_core.config.load import explained, toml_value
 from klear_core.config.losses import GPPO_PRESETS, LOSS_KINDS, GppoConfig, LossConfig
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.rl import RlConfig
+from klear_core.config.settings import expanded
 from klear_core.config.stage import ReportJob, RlJob
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.answers.stored import is_evaluation
@@ -270,14 +271,14 @@ def publish(
     if repo:
         require_token(repo)
     else:
-        check_folder_place("--to", Path(to).expanduser())
+        check_folder_place("--to", expanded(to))
     there = published_artifact(path_of(which))
     artifact = find_artifact(which if there is None else f"{there.kind}/{there.fingerprint}", root).absolute()
     try:
         model = model_folder(artifact)
     except ArtifactError as e:
         raise ArtifactError(f"{e}; name a stage that makes a model, or its fingerprint") from e
-    folder = root / "published" / repo.replace("/", "--") if repo else Path(to).expanduser()
+    folder = root / "published" / repo.replace("/", "--") if repo else expanded(to)
     console = Console(highlight=False, soft_wrap=True)
     name, data_folder = repo.partition("/")[2] or folder.name, folder.with_name(f"{folder.name}-data")
     written = [write_data(artifact, data, data_folder, name=data_folder.name)] if data else []

@@ -50,7 +50,11 @@ def prepare_environment(workspace: WorkspaceConfig, *, is_quiet: bool = True) ->
     settings = _ALWAYS | (_QUIET if is_quiet else {}) | {"PREFECT_HOME": str(prefect_home(workspace))}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect does not create parent folders
+    home = Path(os.environ["PREFECT_HOME"])
+    try:
+        home.mkdir(parents=True, exist_ok=True)  # Prefect does not create parent folders
+    except OSError as e:
+        raise ConfigError(f"{home}: cannot be created ({e.strerror}); it has the records of Prefect") from e
     show_core_logs()
 
 
@@ -118,9 +122,12 @@ def resolve(profile: str | None, overrides: Sequence[str], settings: PipelineCon
 
 
 def grid_file(grid: str) -> Path:
-    """Return a grid's file, given as a path or as a name under configs/ablations."""
-    named = CONFIGS / "ablations" / f"{grid}.toml"
-    return named if named.is_file() else Path(grid)
+    """Return a grid's file, given as a path or as a name under configs/ablations. ConfigError lists the names."""
+    named, given = CONFIGS / "ablations" / f"{grid}.toml", Path(grid)
+    if not named.is_file() and given.name == grid and not given.exists():
+        names = sorted(file.stem for file in named.parent.glob("*.toml"))
+        raise ConfigError(f"{grid}: no such grid; {meant(grid, names, 'grids that go by their name')}")
+    return named if named.is_file() else given
 
 
 def profile_folder(profile: str) -> Path:

@@ -26,6 +26,7 @@ from klear_core.artifacts.manifest import (
 )
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.settings import expanded
 from klear_core.config.train import HubModelConfig
 from klear_core.errors import ArtifactError, ConfigError, meant
 from klear_core.gguf_checks import check_gguf
@@ -254,7 +255,7 @@ STAGES = "stages that have one there"
 
 def path_of(which: str) -> Path:
     """Return the path that a word may be; a manifest and MLflow write it as a URI."""
-    return Path(unquote(urlsplit(which).path)) if which.startswith("file:") else Path(which).expanduser()
+    return Path(unquote(urlsplit(which).path)) if which.startswith("file:") else expanded(which)
 
 
 def _artifact_around(path: Path) -> Path | None:

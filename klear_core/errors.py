@@ -151,5 +151,7 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
 
 def meant(word: str, known: Sequence[str], what: str) -> str:
     """Return the word that may be meant (`did you mean sft?`), else all that is known (`stages: base, sft, rl`)."""
+    if not known:
+        return f"{what}: none"
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(known)}"

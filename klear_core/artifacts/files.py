@@ -72,16 +72,21 @@ def is_pattern(path: str) -> bool:
 
 
 def fixed_part(path: str) -> Path:
-    """Return the part of a pattern's path before its first part with a `*`, `?` or `[`."""
-    fixed = Path(path)
-    while glob.has_magic(str(fixed)):
-        fixed = fixed.parent
-    return fixed
+    """Return the part of a pattern's path before its first part with a `*`, `?` or `[` that is no folder's own name."""
+    parts = (Path(path), *Path(path).parents)
+    return next(part for part in parts if not glob.has_magic(str(part)) or part.is_dir())
+
+
+def matching(pattern: str) -> list[Path]:
+    """Return the files and folders that match a pattern, sorted by name; `**` stands for any number of folders."""
+    fixed = fixed_part(pattern)
+    rest = str(Path(pattern).relative_to(fixed))
+    return sorted(fixed / found for found in glob.glob(rest, root_dir=fixed, recursive=True))
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """Return the files that match a pattern, sorted by name; `**` stands for any number of folders."""
-    return sorted(Path(found) for found in glob.glob(pattern, recursive=True) if Path(found).is_file())
+    """Return the files that match a pattern, sorted by name."""
+    return [path for path in matching(pattern) if path.is_file()]
 
 
 def write_whole(path: Path, content: bytes) -> None:

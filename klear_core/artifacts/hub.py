@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from klear_core.artifacts.files import hash_all, says_disk_full
 from klear_core.config.data import NEWEST, HubRuntime
+from klear_core.config.settings import expanded
 from klear_core.errors import ConfigError, DataError, ResourceError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class HubFiles:
         """
         from huggingface_hub import constants
 
-        cache = Path(self.runtime.cache_dir or constants.HF_HUB_CACHE).expanduser()
+        cache = expanded(self.runtime.cache_dir or constants.HF_HUB_CACHE)
         return cache / f"{self.type}s--{self.repo.replace('/', '--')}" / "snapshots" / self.revision
 
 

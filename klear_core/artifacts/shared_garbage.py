@@ -124,7 +124,10 @@ def empty_shared_trash(bucket: Bucket, *, older_than: timedelta) -> int:
     """Delete seals that have been in the trash for so long; return how many. A later collection takes their objects."""
     num = 0
     for key in bucket.keys("trash/artifacts/"):
-        filled_at = datetime.strptime(key.rpartition("/")[2], STAMP).replace(tzinfo=UTC)
+        try:
+            filled_at = datetime.strptime(key.rpartition("/")[2], STAMP).replace(tzinfo=UTC)
+        except ValueError:
+            continue  # nothing of ours
         if datetime.now(UTC) - filled_at >= older_than:
             bucket.delete(key)
             num += 1

@@ -69,11 +69,12 @@ def extended_by(folder: Path) -> tuple[str, ...]:
 
 
 def _own_settings(folder: Path) -> Tree:
+    if folder.is_file():
+        raise ConfigError(f"{folder}: a file; a profile is a folder of TOML files, perhaps {folder.parent}")
     if not folder.is_dir():
         parent = folder.parent if folder.parent.is_dir() else Path("configs")
         names = profiles_in(parent) if parent.is_dir() else []
-        known = meant(folder.name, names, f"profiles in {parent}") if names else "there are none here"
-        raise ConfigError(f"{folder}: no such profile folder; {known}")
+        raise ConfigError(f"{folder}: no such profile folder; {meant(folder.name, names, f'profiles in {parent}')}")
     files = _toml_files(folder)
     if not files:
         raise ConfigError(f"{folder}: no *.toml file in this folder, so it is not a profile")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
         hide_input_in_errors=True,  # pydantic's own message is in tracebacks; ours shows values that hold no key
     )
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home folder in place of `~`; a `~name` without such a user is a name like others."""
+    return Path(os.path.expanduser(path))
 
 
 @cache

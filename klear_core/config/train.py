@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from klear_core.config.data import DatasetsSource, FileSource, HubRepo, HubRevision, HubRuntime, HubSource
 from klear_core.config.evaluate import Device, InlineEvalConfig
-from klear_core.config.settings import Precision, Settings, YieldLimits
+from klear_core.config.settings import Precision, Settings, YieldLimits, expanded
 from klear_core.errors import ConfigError
 from klear_core.gguf_header import is_gguf
 
@@ -40,7 +39,7 @@ class TinyModelConfig(Settings):
 
 def _model_in(path: str) -> str:
     """Return the folder of a model: `~` is the home folder; an artifact's folder stands for the model in it."""
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     is_artifact = not (folder / "config.json").exists() and (folder / "model" / "config.json").exists()
     return str(folder / "model") if is_artifact else os.path.expanduser(path)
 
@@ -54,7 +53,7 @@ def _as_gguf(value: object) -> object:
     if not isinstance(value, Mapping) or value.get("kind") not in (None, "hf", "folder"):
         return value
     path = str(value.get("path", ""))
-    return {**value, "kind": "gguf"} if is_gguf(path) and not Path(path).expanduser().is_dir() else value
+    return {**value, "kind": "gguf"} if is_gguf(path) and not expanded(path).is_dir() else value
 
 
 class HfModelConfig(Settings):

@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, assert_never
 
-from klear_core.artifacts.files import fixed_part, is_pattern
+from klear_core.artifacts.files import fixed_part, is_pattern, matching
 from klear_core.artifacts.hub import HubFiles, cached_names, fetch, published_files
 from klear_core.config.data import DatasetsSource, FileSource, HubRuntime, HubSource, StoredSource
 from klear_core.data.arrow_batches import Span, arrow_batches, check_arrow_end
@@ -203,7 +202,7 @@ def _local_files(source: FileSource) -> list[DataFile]:
     found: Iterable[Path] = path.rglob("*")
     root = path
     if is_pattern(source.path):
-        root, found = fixed_part(source.path), map(Path, glob(source.path, recursive=True))
+        root, found = fixed_part(source.path), matching(source.path)
     names = chosen_names([file.relative_to(root).as_posix() for file in _files_among(found, root)], source)
     return _existing({str(root / name): root / name for name in names})
 
@@ -304,7 +303,12 @@ def _check_shards(names: Sequence[str], source: FileSource | HubSource) -> None:
     plain = [_SHARD_HASH.sub("-*", name) for name in names]
     shards = [match for match in map(_SHARD.fullmatch, plain) if match]
     sets = {(shard["before"], len(shard["index"]), shard["after"], int(shard["count"])) for shard in shards}
-    expected = {f"{before}{i:0{width}d}{after}" for before, width, after, count in sets for i in range(count)}
+    expected: set[str] = set()
+    for before, width, after, count in sets:
+        numbers = range(count)
+        if f"{before}{count:0{width}d}{after}" in plain:
+            numbers = range(1, count + 1)  # some count from 1
+        expected |= {f"{before}{i:0{width}d}{after}" for i in numbers}
     missing = sorted(name for name in expected.difference(plain) if fnmatchcase(name, pattern))
     if missing:
         raise DataError(

@@ -37,7 +37,7 @@ from klear_core.config.evaluate import ServedModelConfig
 from klear_core.config.opd import GivenTeacher, OpdTeacherConfig, TrainedTeacher
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.settings import result_settings
+from klear_core.config.settings import expanded, result_settings
 from klear_core.config.stage import (
     BaseJob,
     DistillJob,
@@ -475,7 +475,7 @@ def _pointed_to(stage: Stage) -> PublishedModel | None:
 
 def workspace_root(workspace: WorkspaceConfig) -> Path:
     """Return the workspace as an absolute path."""
-    return Path(workspace.root).expanduser().absolute()
+    return expanded(workspace.root).absolute()
 
 
 def open_store(workspace: WorkspaceConfig, *, checked_by: CheckedBy | None = None) -> LocalStore:

@@ -1,10 +1,13 @@
 import json
+import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
+from klear_core.artifacts.files import content_digest
 from klear_core.artifacts.manifest import file_ref
 from klear_core.config.data import FileSource, HubSource
 from klear_core.data.candidates import Candidate
@@ -109,6 +112,31 @@ def test_shards_whose_names_have_a_hash_each_are_one_set(tmp_path):
         data_files(FileSource(path=str(tmp_path)))
     assert answers(FileSource(path=str(tmp_path / "train-00000-of-*.parquet"))) == ["0"]
     assert answers(FileSource(path=str(tmp_path / f"{names[2][:20]}*.parquet"))) == ["4"]
+
+
+def test_shards_may_count_from_one(tmp_path):
+    for i in (1, 2, 3):
+        write_parquet(tmp_path / f"train-0000{i}-of-00003.parquet", rows_of(i))
+    assert answers(FileSource(path=str(tmp_path))) == ["2", "4", "6"]
+    (tmp_path / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(DataError, match=r"1 of its shards are missing \(train-00001-of-00003.parquet\)"):
+        data_files(FileSource(path=str(tmp_path)))
+
+
+def test_brackets_in_the_name_of_a_folder_are_no_pattern(tmp_path):
+    folder = tmp_path / "data [v2]"
+    folder.mkdir()
+    write_parquet(folder / "train-00000-of-00001.parquet", rows_of(1))
+    pattern = str(folder / "train-*.parquet")
+    assert answers(FileSource(path=pattern)) == ["2"]
+    assert content_digest(Path(pattern)) == content_digest(folder)
+
+
+def test_a_name_that_is_not_utf8_is_said_by_its_file(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_text('{"question": "1+1?", "answer": "2"}')
+    assert content_digest(tmp_path)
+    with pytest.raises(ConfigError, match="the name of this file is not UTF-8"):
+        data_files(FileSource(path=str(tmp_path)))
 
 
 def test_files_of_two_formats_are_refused_before_any_is_read(tmp_path):

@@ -380,7 +380,7 @@ def better(
     ]
     corrected = f", corrected for {len(comparisons)} benchmarks" if len(comparisons) > 1 else ""
     what = "a gain is shown on" if shown else "no gain is shown:"
-    text = f"{what} {'; '.join(listed)}{corrected}"
+    text = f"{what} {'; '.join(listed) or 'no benchmark counts'}{corrected}"
     for benchmark, reason in chosen_on.items():
         text += f". A gain on {benchmark} does not count: {reason}"
     is_open = not shown and any(c.new_problems.high > 0 for c in counted)

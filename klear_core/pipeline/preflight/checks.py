@@ -11,13 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 
 from klear_core.cluster.nodes import joins_a_cluster, nodes_now, when_there
 from klear_core.cluster.placement import Node, gpus_here
 from klear_core.config.load import as_option
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.settings import multiplies_bfloat16
+from klear_core.config.settings import expanded, multiplies_bfloat16
 from klear_core.config.stage import PromoteJob
 from klear_core.config.submit import SubmitConfig, in_seconds
 from klear_core.distill.teachers.fleet import MAKE_BLOCK, NO_KEYS, BlockKeys
@@ -207,7 +206,7 @@ def _endpoint_problems(work: PendingWork) -> Iterator[str]:
 
 def _workspace_problems(work: PendingWork) -> Iterator[str]:
     where = work.config.workspace.root
-    root = Path(where).expanduser().absolute()
+    root = expanded(where).absolute()
     # The workspace is made by the run: until then the nearest folder above it tells disk and permissions.
     existing = next(p for p in (root, *root.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
+from klear_core.config.settings import expanded
 from klear_core.config.stage import Stage
 from klear_core.data.generated.chains import parse_chain
 from klear_core.errors import DataError
@@ -218,7 +219,7 @@ def product_of(facts: Facts) -> Product | None:
     if not trained:
         return None
     last = trained[-1]
-    root = Path(facts.config.workspace.root).expanduser()
+    root = expanded(facts.config.workspace.root)
     return Product(
         stage=last.stage,
         fingerprint=last.manifest.fingerprint,
