@@ -3,12 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.environment import CONFIGS, export_spans, profile_folder, resolve
+from flows.environment import CONFIGS, export_spans, grid_file, profile_folder, resolve
 from flows.pipeline import label_of, with_seed
 from klear_core.config.distill import ProceduralTeacherConfig
 from klear_core.config.losses import GppoConfig
-from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ConfigError
+from klear_core.pipeline.graph import workspace_root
 
 PROFILE = """
 seed = 3
@@ -79,6 +80,18 @@ def test_a_folder_is_not_taken_for_the_profile_that_goes_by_its_name(tmp_path: P
     monkeypatch.chdir(own)
     assert resolve(".", [], None).seed == resolve("../laptop", [], None).seed == 3
     assert profile_folder("laptop") == CONFIGS / "laptop"
+
+
+def test_a_file_and_a_name_that_is_no_grids_are_answered_with_what_is_meant(tmp_path: Path):
+    (tmp_path / "rl.toml").touch()
+    with pytest.raises(ConfigError, match=r"rl\.toml: a file; a profile is a folder of TOML files"):
+        resolve(str(tmp_path / "rl.toml"), [], None)
+    with pytest.raises(ConfigError, match=r"smol_reward: no such grid; did you mean smol_rewards\?"):
+        grid_file("smol_reward")
+
+
+def test_a_home_folder_of_nobody_is_a_folder_of_that_name():
+    assert workspace_root(WorkspaceConfig(root="~nobody-here/ws")) == Path.cwd() / "~nobody-here" / "ws"
 
 
 def test_a_run_with_a_fresh_seed_is_called_by_that_seed():
