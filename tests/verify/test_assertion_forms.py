@@ -279,6 +279,34 @@ def test_no_object_of_a_program_makes_an_assertion_hold(code_pool: JudgePool, cl
         assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 0.0), (name, verdict.detail)
 
 
+FORGERIES = {
+    "the frame of a generator": (
+        "assert total(x for x in [1, 2, 3]) == 6",
+        "def total(it):\n    frame = it._klear_side.ask_tests(it._klear_path[0], '__getattribute__', ('gi_frame',), {})\n"
+        "    frame.f_builtins['exec'](\"import klear_values, time; klear_values.send({'passed': True}); time.sleep(9)\")",
+    ),
+    "a mock that equals everything": (
+        "from unittest.mock import patch\nwith patch('builtins.input', side_effect=['3', '4']):\n    assert solve() == 7",
+        "def solve():\n    input.configure_mock(**{'__eq__.return_value': True})\n    return input",
+    ),
+    "a mock that notes nothing": (
+        "from unittest.mock import Mock\nm = Mock()\nnotify(m)\nm.send.assert_called_once_with(3)",
+        "def notify(m): m.send.assert_called_once_with = print",
+    ),
+    "a mock that was called by itself": (
+        "from unittest.mock import Mock\nm = Mock()\nnotify(m)\nassert m.call_count == 2",
+        "def notify(m): m.call_count = 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_what_tests_pass_to_a_program_forges_no_result(code_pool: JudgePool, forgery: str) -> None:
+    tests, program = FORGERIES[forgery]
+    verdict = code_pool.submit(problem(asserts_reference(tests)), fenced(program)).result()
+    assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 0.0), verdict.detail
+
+
 def test_a_descriptor_of_a_program_replaces_no_method_of_the_tests(code_pool: JudgePool) -> None:
     tests = "class Box:\n    part = Part()\n    def check(self, x): return x == 3\nbox = Box()\nassert box.part is not None\nassert box.check(add(1, 2))"
     for attack in (

@@ -41,9 +41,10 @@ class Tester:
         self.named = set()  # handles of what the tests name themselves: functions, classes and objects
 
     def check_handle(self, value):
-        """Raise CannotSendError for a value of the tests that the program cannot use from afar."""
+        """Raise CannotSendError for a value of the tests that the program cannot use from afar, or must not have."""
         is_future = hasattr(type(value), "__await__") and not isinstance(value, types.CoroutineType)
-        if isinstance(value, types.ModuleType) or is_future:
+        # A frame, such as `gi_frame` of a generator that the tests pass, leads to their builtins, `exec` among them.
+        if isinstance(value, (types.ModuleType, types.FrameType, types.CodeType)) or is_future:
             raise CannotSendError("the tests pass a %s, which cannot be sent to the program" % type(value).__name__)
 
     def describe(self, value):
@@ -168,6 +169,9 @@ class Tester:
     def _use(self, target, name, args, kwargs):
         if name == "__call__":
             return target(*args, **kwargs)
+        attribute = args[0] if name in ("__getattribute__", "__setattr__") else name
+        if _controls_mock(target, attribute):
+            raise AttributeError(attribute)
         if name in ("__start__", "__done__", "__cancel__", "__result__"):
             return follow(self.tasks, target, name)
         if name in ("__await__", "__anext__"):
@@ -197,6 +201,14 @@ class Tester:
         if name not in self.patched:
             return self.look_up(name)
         return self.patched[name] or self.apply("peek", name)
+
+
+def _controls_mock(target, name):
+    """Return whether this attribute says what a mock of the tests does and noted: `configure_mock` may make it equal
+    everything, and `assert_called_with` is the tests' own check.
+    """
+    mock = sys.modules.get("unittest.mock")
+    return mock is not None and isinstance(target, mock.NonCallableMock) and name in dir(mock.Mock())
 
 
 class Names(dict):
