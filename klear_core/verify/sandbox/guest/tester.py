@@ -207,7 +207,11 @@ def _result(source, tester, is_trial):
         names, tree = _prepared(source, tester, stand_in)
         called = {node.id for s in tree.body if not isinstance(s, _DEFINITIONS) for node in _names_in(s)}
         code = compile(_without_failures(tree) if is_trial else tree, "<tests>", "exec")
-        exec(code, names)
+        try:
+            exec(code, names)
+        except SystemExit as e:  # such as `sys.exit(unittest.main())`: the cases are still to be run
+            if e.code or getattr(e, "_klear_is_remote", False):
+                raise
         run_forms(names, called)
     except StopTrial:
         return {"passed": True}
@@ -288,7 +292,7 @@ def _prepared(source, tester, stand_in):
         else:
             sys.modules[name] = ProgramModule(name, lambda _: stand_in, lambda *_: None)
     sys.modules["pytest"] = pytest_module()
-    tree, stars = _without_star_imports(source)
+    tree, stars = _as_script(source)
     _watch(tester, tree)
     if stand_in is None:
         _forward_settings(tester, source)
@@ -306,7 +310,7 @@ def _prepared(source, tester, stand_in):
     for module in FORWARDED:
         if module in source:
             forward_looks(module)
-    provided = {"__name__": "tests", "_klear_type": type_of, "_klear_is_instance": is_instance}
+    provided = {"__name__": "tests", "__file__": "tests.py", "_klear_type": type_of, "_klear_is_instance": is_instance}
     provided.update(_klear_with_descriptors=with_descriptors, **_HELPERS)
     provided.update((name, __import__(name)) for name in _MODULES)
     provided.update((name, getattr(provided["typing"], name)) for name in _TYPING)
@@ -380,11 +384,14 @@ def _watch(tester, tree):
                 tester.watched[owner, name] = getattr(sys.modules[owner], name)
 
 
-def _without_star_imports(source):
-    """Return the tree without its `from x import *`, and the names that these bind."""
+def _as_script(source):
+    """Return the tree without its `from x import *` and main guards, whose bodies are kept; and what the imports bind."""
     tree = ast.parse(source)
     stars, kept = {}, []
     for node in tree.body:
+        if _is_main_guard(node):
+            kept += node.body
+            continue
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             exec("from %s import *" % node.module, stars)
         else:
@@ -392,6 +399,13 @@ def _without_star_imports(source):
     tree.body = kept
     stars.pop("__builtins__", None)
     return tree, stars
+
+
+def _is_main_guard(node):
+    if not (isinstance(node, ast.If) and isinstance(node.test, ast.Compare)):
+        return False
+    sides = {ast.unparse(side) for side in (node.test.left, *node.test.comparators)}
+    return isinstance(node.test.ops[0], ast.Eq) and sides == {"__name__", "'__main__'"}
 
 
 def _names_under_test(source, last, provided):
