@@ -71,7 +71,7 @@ def compute(task: UserTask) -> Verdict | Fault:
         if cfg.function not in _LOADED:
             _LOADED[cfg.function] = _load_unchanged(cfg, task.digest)
         return Verdict(outcome=Outcome.SCORED, score=_value(cfg, task.answer))
-    except (Exception, SystemExit) as e:  # noqa: BLE001  the user's code may raise anything
+    except BaseException as e:  # noqa: BLE001  the user's code may raise anything: FunctionTimedOut is no Exception
         if _is_out_of_memory(e):
             os._exit(OUT_OF_MEMORY)
         return Fault(kind="broke_off", detail=_described(e))

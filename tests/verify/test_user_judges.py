@@ -29,6 +29,7 @@ def near(answer):
     if answer.box is None: return 0
     if answer.box == "raise": raise KeyError("no such word")
     if answer.box == "exit": raise SystemExit(0)
+    if answer.box == "late": raise TimedOut("after 5 s")
     if answer.box == "die": os._exit(3)
     while answer.box == "spin": pass
     if answer.box == "sleep" or answer.reference.get("sleep"): time.sleep(1000)
@@ -48,6 +49,8 @@ def shown(answer):
     parts = answer.problem_id, answer.source, answer.question, answer.reference, answer.answer, answer.box
     expected = ("p0", "test", "?", {"a": [1, None, "\u00e9"]}, " so \\\\boxed{ 5 }", " 5 ")
     return parts == expected and answer.response == "<think>x</think> so \\\\boxed{ 5 }"
+
+class TimedOut(BaseException): pass
 """
 # Judges that read answers of one shape, and raise on all others.
 STRICT = """
@@ -162,6 +165,7 @@ def test_where_a_judge_raises_on_all_answers_one_without_the_required_tags_is_un
     [
         ("raise", r"KeyError: 'no such word' \(my_judges.py, line 7\)"),
         ("exit", "SystemExit: 0"),
+        ("late", "TimedOut: after 5 s"),
         ("die", "a worker died"),
         ("spin", "limit of CPU time|ran out of time"),  # on a busy machine its wall clock may end first
         ("sleep", "ran out of time"),
