@@ -29,6 +29,13 @@ RIGHT = {
         "t = threading.Thread(target=lambda: print(sum(map(int, input().split()))))\nt.start()",
     ),
     "stdin at exit": (ADD_STDIN, "import atexit\natexit.register(lambda: print(sum(map(int, input().split()))))"),
+    "stdout as a file that nobody closes": (ADD_STDIN, "out = open(1, 'w')\nprint(sum(map(int, input().split())), file=out)"),
+    "stdout as a file that the program closed": (ADD_STDIN, "out = open(1, 'w')\nprint(sum(map(int, input().split())), file=out)\nout.close()"),
+    "stdout as an object with write and flush": (
+        ADD_STDIN,
+        "import os, sys\nclass Out:\n    parts = []\n    write = parts.append\n"
+        "    def flush(self): os.write(1, ''.join(self.parts).encode())\nsys.stdout = Out()\nprint(sum(map(int, input().split())))",
+    ),
     "deep recursion": (ADD_STDIN, "import sys\nsys.setrecursionlimit(30000)\ndef f(n): return 0 if n == 0 else f(n - 1)\nf(20000)\nprint(sum(map(int, input().split())))"),
     "call of a function": (ADD_CALL, "def add(a, b):\n    return a + b"),
     "call of a method": (ADD_CALL, "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"),

@@ -83,12 +83,13 @@ def enter_child(tracker, test, fds):
 
 
 def run_script(tracker, program, test, fds):
-    status = 1
+    status, names = 1, {}
     try:
         enter_child(tracker, test, fds)
         behave_like_an_interpreter(test["recursion_limit"])
         program.provide()
-        exec(marshal.loads(program.code), new_main("__main__", {}))
+        names = new_main("__main__", {})
+        exec(marshal.loads(program.code), names)
         status = 0
     except SystemExit as e:
         status = 1
@@ -98,7 +99,7 @@ def run_script(tracker, program, test, fds):
             status = e.code
     except BaseException as e:
         report(e)
-    leave(status & 0xFF)
+    leave(status & 0xFF, names)
 
 
 def run_service(tracker, program, test, fds):

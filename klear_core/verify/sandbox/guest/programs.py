@@ -1,5 +1,6 @@
 """Runs inside the jail as module `klear_programs`: provides the names and interpreter state that programs expect."""
 
+import _io
 import ast
 import builtins
 import gc
@@ -189,19 +190,34 @@ def behave_like_an_interpreter(recursion_limit):
         sys.set_int_max_str_digits(0)  # solutions print integers of more than 4,300 digits, the default limit
 
 
-def leave(status):
-    """End as an interpreter would: wait for other threads, run exit handlers, flush buffers."""
+def leave(status, names):
+    """End as an interpreter would: wait for other threads, run exit handlers, flush buffers.
+
+    Files among the program's global names are flushed, too: an interpreter closes them when it takes its modules apart.
+    """
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         if "atexit" in sys.modules:
             sys.modules["atexit"]._run_exitfuncs()
-        for stream in (sys.stdout, sys.__stdout__, sys.stderr):
-            if not stream.closed:
+        streams = [sys.stdout, sys.__stdout__, sys.stderr]
+        for stream in streams:
+            # As in CPython: an object in place of a stream need not say whether it is closed.
+            if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
+        for value in list(names.values()):
+            if issubclass(type(value), _io._IOBase) and not any(value is stream for stream in streams):
+                _flush_quietly(value)
     except BaseException:
         status = status or 1
     os._exit(status)
+
+
+def _flush_quietly(file):
+    try:
+        file.flush()
+    except Exception:  # a closed file, or one whose end fails: an interpreter goes on, too
+        pass
 
 
 def report(error):
