@@ -161,15 +161,17 @@ def _read_scores(evaluations: Sequence[Path]) -> tuple[CountsBy, dict[str, Decod
 
 
 def _write_generation_config(model: Path, folder: Path, decoding: dict[str, DecodingProfile]) -> None:
-    """Write the model's own generation config with the sampling of its scores and the token that ends a turn."""
+    """Write the sampling of the model's scores, or its own without any, with the token that ends a turn."""
     from transformers import GenerationConfig
 
     from klear_core.prompts import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     has_own = (model / GENERATION_CONFIG).is_file()
-    config = GenerationConfig.from_pretrained(model) if has_own else GenerationConfig()
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    own = GenerationConfig.from_pretrained(model) if has_own else GenerationConfig()
+    # Its own way of sampling (min_p, or a temperature beside greedy scores) would be another than that of the scores.
+    config = GenerationConfig(bos_token_id=own.bos_token_id) if decoding else own
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     known = [token for token in ends if token is not None]
     config.eos_token_id = list(dict.fromkeys([tokenizer.eos_token_id, *known]))
     config.pad_token_id = tokenizer.pad_token_id

@@ -20,6 +20,7 @@ from klear_core.artifacts.hub import upload
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef, InputRecord
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
+from klear_core.config.evaluate import EvaluateSamplingConfig
 from klear_core.config.load import load_profile, profile_toml, validate
 from klear_core.config.settings import config_digest
 from klear_core.config.train import GgufModelConfig, TinyModelConfig
@@ -164,6 +165,26 @@ def test_a_model_is_published_anew_where_it_was_and_nowhere_else(artifact: tuple
     other = made_model(tmp_path / "elsewhere", model="rl", seed=7, files=model).path
     with pytest.raises(ConfigError, match=f"holds another published model, rl/{model.name[:8]}; name a new folder"):
         write_model(other, other / "model", [], out, name="mine")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_a_models_own_sampling_does_not_mix_with_that_of_its_scores(
+    files: Path, tmp_path: Path, temperature: float
+) -> None:
+    from transformers import GenerationConfig
+
+    shutil.copytree(files, tmp_path / "files")
+    own = {"do_sample": True, "temperature": 0.7, "top_k": 20, "min_p": 0.15}
+    (tmp_path / "files" / "model" / "generation_config.json").write_text(json.dumps(own))
+    sampling = EvaluateSamplingConfig(temperature=temperature, max_new_tokens=64)
+    scores = evaluation(tmp_path, SAMPLES, files=tmp_path / "files", sampling=sampling).path
+    (model,) = [f for f in LocalStore(tmp_path / "artifacts").folders() if f.parent.name == "rl"]
+    stated = GenerationConfig.from_pretrained(
+        write_model(model, model / "model", [scores], tmp_path / "out", name="mine").folder
+    )
+    expected = (0.6, 0, None) if temperature else (None, None, None)
+    assert (stated.temperature, stated.top_k, stated.min_p) == expected
+    stated.validate(strict=True)  # as transformers does when the model is saved again
 
 
 def test_the_present_folder_is_not_replaced(
