@@ -211,26 +211,29 @@ DATA_TABLES = ("problems", "traces")
 
 
 def write_data(model: Path, stages: Sequence[str], folder: Path, *, name: str) -> Published:
-    """Write what stages behind a model's artifact made for it, as a data set of one config a stage, to a new `folder`.
+    """Write what stages behind a model's artifact made for it, as a data set of one config a stage, to `folder`.
 
-    It appears when it is whole. Raise ConfigError if it exists, if a stage is not behind the model or made no problems
-    or traces, or if their files are on another machine.
+    It appears when it is whole, in the place of an earlier one of the same artifacts. Raise ConfigError if another one
+    or files of the user's are there, if a stage is not behind the model or made no problems or traces, or if their
+    files are on another machine.
     """
-    _require_new(folder)
+    if not folder.name:
+        raise ConfigError(f"--to {folder}: has no name of its own; name a new folder")
     lineage = ancestors(model)
+    tables = {stage: _table_of(lineage, stage) for stage in stages}
+    _require_own_data(folder, [source.manifest for source, _ in tables.values()])
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     configs: list[dict[str, str]] = []
     behind: dict[Path, Ancestor] = {}
     for stage in stages:
-        source, table = _table_of(lineage, stage)
+        source, table = tables[stage]
         shutil.copytree(source.folder / table, temporary / stage / table)
         configs.append({"config_name": stage, "data_files": f"{stage}/{table}/*.parquet"})
         behind |= {ancestor.folder: ancestor for ancestor in ancestors(source.folder)}
     data_lineage = list(behind.values())
     (temporary / CARD).write_text(data_card(name, configs, data_lineage), encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)  # at most an empty folder, as checked above
-    temporary.rename(folder)
+    _replace(folder, temporary)
     return Published(folder=folder, num_bytes=_num_bytes(folder), warnings=())
 
 
@@ -250,10 +253,12 @@ def _table_of(lineage: Sequence[Ancestor], stage: str) -> tuple[Ancestor, str]:
     return tables[stage]
 
 
-def _require_new(folder: Path) -> None:
-    if not folder.name:
-        raise ConfigError(f"--to {folder}: has no name of its own; name a new folder")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def _require_own_data(folder: Path, sources: Sequence[Manifest]) -> None:
+    """Raise ConfigError unless `folder` is new, empty, or has a card that names all these artifacts."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
+    if not all(f"`{source.kind}/{source.fingerprint}`" in card for source in sources):
         raise ConfigError(f"--to {folder}: exists and is not empty")
 
 

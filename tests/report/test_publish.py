@@ -297,6 +297,20 @@ def test_a_stage_that_is_not_behind_the_model_is_refused_with_those_that_are(lea
     assert not (tmp_path / "out").exists()
 
 
+def test_data_are_published_anew_where_they_were_and_nowhere_else(learned: Path, tmp_path: Path) -> None:
+    """After a failed upload, or with a model that is published anew."""
+    out = tmp_path / "mine-data"
+    write_data(learned, ["distill"], out, name="mine-data")
+    write_data(learned, ["distill"], out, name="renamed")
+    assert "# renamed" in (out / "README.md").read_text()
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        write_data(learned, ["curate", "distill"], tmp_path / "artifacts", name="mine-data")
+    (out / "notes.txt").write_text("precious")
+    with pytest.raises(ConfigError, match=r"has files that publishing does not write \(notes.txt\)"):
+        write_data(learned, ["distill"], out, name="mine-data")
+    assert "# renamed" in (out / "README.md").read_text()
+
+
 def test_every_table_of_an_artifact_opens_in_datasets_and_pandas(learned: Path, tmp_path: Path) -> None:
     """As docs/data.md says."""
     import datasets
