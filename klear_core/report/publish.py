@@ -226,8 +226,7 @@ def write_data(model: Path, stages: Sequence[str], folder: Path, *, name: str) -
     shutil.rmtree(temporary, ignore_errors=True)
     configs: list[dict[str, str]] = []
     behind: dict[Path, Ancestor] = {}
-    for stage in stages:
-        source, table = tables[stage]
+    for stage, (source, table) in tables.items():
         shutil.copytree(source.folder / table, temporary / stage / table)
         configs.append({"config_name": stage, "data_files": f"{stage}/{table}/*.parquet"})
         behind |= {ancestor.folder: ancestor for ancestor in ancestors(source.folder)}

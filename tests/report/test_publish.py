@@ -311,6 +311,11 @@ def test_data_are_published_anew_where_they_were_and_nowhere_else(learned: Path,
     assert "# renamed" in (out / "README.md").read_text()
 
 
+def test_a_stage_that_is_named_twice_is_published_once(learned: Path, tmp_path: Path) -> None:
+    card = (write_data(learned, ["distill", "distill"], tmp_path / "out", name="out").folder / "README.md").read_text()
+    assert card.count('"config_name": "distill"') == 1
+
+
 def test_every_table_of_an_artifact_opens_in_datasets_and_pandas(learned: Path, tmp_path: Path) -> None:
     """As docs/data.md says."""
     import datasets
