@@ -99,8 +99,14 @@ def _find_report(which: str, root: Path) -> Path:
     if (workspace / "artifacts").is_dir():
         return find_artifact("report", workspace).absolute()
     by_name = [run for run in RunHistory.of(root).records() if run.run_id.startswith(which) or run.name == which]
-    if by_name and by_name[0].report:
-        which = f"{ReportJob.kind}/{Path(by_name[0].report).parent.name}"
+    # A run that failed has a page too, which is no artifact.
+    pages = [Path(run.report).parent for run in by_name if run.report]
+    finished = [page.name for page in pages if page.parent.name == ReportJob.kind]
+    if by_name and not finished:
+        run = by_name[0]
+        raise ArtifactError(f"{which}: run {run.run_id[:8]} ({run.state}) has no report of its end, to compare it by")
+    if finished:
+        which = f"{ReportJob.kind}/{finished[0]}"
     artifact = find_artifact(which, root).absolute()
     own = read_manifest(artifact)
     if own.kind == ReportJob.kind:

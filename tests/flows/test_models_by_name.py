@@ -72,3 +72,14 @@ def test_a_run_is_compared_by_its_id_or_name_as_klear_runs_prints_them(tmp_path:
     put(tmp_path, record(7, report=str(report / "report.html")))
     assert _find_report("00000007", tmp_path) == report
     assert _find_report("smoke-seed7", tmp_path) == report
+
+
+def test_a_later_run_of_the_name_that_failed_does_not_hide_the_finished_one(tmp_path: Path) -> None:
+    scored = evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
+    report = published_report(tmp_path, {"evaluate_rl": scored}, {"seed": 0})
+    put(tmp_path, record(7, report=str(report / "report.html")))
+    page = tmp_path / "failed" / "00000008" / "report.html"
+    put(tmp_path, record(8, name="smoke-seed7", state="failed", report=str(page)))
+    assert _find_report("smoke-seed7", tmp_path) == report
+    with pytest.raises(ArtifactError, match=r"00000008: run 00000008 \(failed\) has no report of its end"):
+        _find_report("00000008", tmp_path)
