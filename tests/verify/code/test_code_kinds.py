@@ -36,6 +36,7 @@ RIGHT = {
         "import os, sys\nclass Out:\n    parts = []\n    write = parts.append\n"
         "    def flush(self): os.write(1, ''.join(self.parts).encode())\nsys.stdout = Out()\nprint(sum(map(int, input().split())))",
     ),
+    "a larger stack": (ADD_STDIN, "import resource\nresource.setrlimit(resource.RLIMIT_STACK, [0x10000000, resource.RLIM_INFINITY])\nprint(sum(map(int, input().split())))"),
     "deep recursion": (ADD_STDIN, "import sys\nsys.setrecursionlimit(30000)\ndef f(n): return 0 if n == 0 else f(n - 1)\nf(20000)\nprint(sum(map(int, input().split())))"),
     "call of a function": (ADD_CALL, "def add(a, b):\n    return a + b"),
     "call of a method": (ADD_CALL, "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"),

@@ -63,7 +63,7 @@ def limit_process(cpu_s, memory_mb, file_bytes):
 
 
 def enter_child(tracker, test, fds):
-    """Prepare a fork to run the program: close our descriptors and set limits that cannot be raised again."""
+    """Prepare a fork to run the program: close our descriptors and set limits; but for the stack's they are final."""
     os.setsid()  # so that a signal to its own process group, which is allowed, does not reach the supervisor
     # In two steps, because a descriptor may already have the number that another one is to get.
     for target, fd in enumerate(fds):
@@ -76,7 +76,8 @@ def enter_child(tracker, test, fds):
     # As Python does at its start: a failed write raises an exception and does not end the process.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
+    # Programs of contests ask for a larger stack, which the limit of memory bounds in any case.
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     limit_process(test["cpu_s"], test["memory_mb"], test["output_bytes"])
     LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise its files in /proc would belong to root
     restrict_system_calls()
