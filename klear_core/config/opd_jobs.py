@@ -7,7 +7,7 @@ from typing import Self
 from klear_core.config.evaluate import LocalEngineConfig, SamplingConfig
 from klear_core.config.opd import GivenTeacher, OpdRolloutsConfig, OpdTeacherConfig, OpdTrainConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.stage import EngineUse, Job
+from klear_core.config.stage import EngineUse, Job, LearnerUse
 from klear_core.types import Domain
 
 
@@ -90,6 +90,10 @@ class OpdJob(Job):
         """Return the job with the settings of a pipeline config that determine the model. `opd` must be set."""
         assert config.opd is not None
         return cls(seed=config.seed, train=config.opd.train, rollouts=config.opd.rollouts)
+
+    def learner_in(self, section: str) -> LearnerUse:
+        """Return the learner, that of RL without its engines."""
+        return LearnerUse(key=f"{section}.train", training=self.train.as_rl(self.rollouts))
 
     def method(self) -> str:
         """Return `OPD`."""

@@ -53,6 +53,16 @@ class EngineUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerUse:
+    """A learner that a stage trains with."""
+
+    key: str
+    """Dotted key of its settings in the config: `sft`, `opd.train`."""
+    training: SftConfig | RlConfig
+    """Its settings, in the form in which the learner takes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HubUse:
     """A repository on the Hub whose files a stage's result depends on."""
 
@@ -114,12 +124,17 @@ class Job(Settings):
         """Return the chat endpoints that the stage asks; None if it asks none."""
         return None
 
+    def learner_in(self, section: str) -> LearnerUse | None:
+        """Return the learner that the stage trains with; None if the stage trains nothing."""
+        training = self.training()
+        return None if training is None else LearnerUse(key=section, training=training)
+
     def scorer(self) -> EngineUse | None:
         """Return the engine that scores models while the stage trains; None if the stage's own does, or none."""
         return None
 
     def training(self) -> SftConfig | RlConfig | None:
-        """Return the settings of the training; None if the stage trains nothing."""
+        """Return the settings of SFT or RL; None for other stages."""
         return None
 
     def method(self) -> str:
@@ -178,6 +193,10 @@ class Stage:
     def engine(self) -> EngineUse | None:
         """Return the engine that it samples with; None if it samples with none."""
         return self.job.engine_in(self.section)
+
+    def learner(self) -> LearnerUse | None:
+        """Return the learner that it trains with; None if it trains nothing."""
+        return self.job.learner_in(self.section)
 
 
 # ---- jobs ----

@@ -343,11 +343,11 @@ class PendingWork:
         return list(by_key.values())
 
     def trainings(self) -> Iterator[tuple[str, TrainRuntime]]:
-        """Yield the stages that would train, by the section of their settings."""
+        """Yield the learners that would train, by the key of their settings."""
         for stage in self.stages:
-            training = stage.job.training()
-            if training is not None:
-                yield stage.section, training.runtime
+            learner = stage.learner()
+            if learner is not None:
+                yield learner.key, learner.training.runtime
 
 
 def _with_job(stages: Sequence[Stage], job: type[J]) -> Iterator[tuple[Stage, J]]:

@@ -25,8 +25,10 @@ from klear_core.config.evaluate import (
     TorchEngineConfig,
     VllmEngineConfig,
 )
+from klear_core.config.opd import OpdRolloutsConfig, OpdTeacherConfig
+from klear_core.config.opd_jobs import OpdRolloutsJob, OpdScoresJob
 from klear_core.config.rl import RlConfig
-from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, RlJob, Stage, TagJob
+from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, LearnerUse, RlJob, Stage, TagJob
 from klear_core.config.train import NO_TORCHAO, ModelConfig, SftConfig, TrainRuntime
 from klear_core.errors import ResourceError
 from klear_core.generate.model_size import ModelSize, engine_fit, planned_size
@@ -59,9 +61,10 @@ def machine_problems(work: PendingWork) -> Iterator[str]:
     """Yield a problem for each training that this machine has no processor or no library for."""
     yield from _device_problems(work)
     for stage in work.stages:
-        training = stage.job.training()
-        if training is not None and training.optim.kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            yield f"{stage.section}.optim.kind = 'adamw_8bit': {NO_TORCHAO}"
+        learner = stage.learner()
+        is_8bit = learner is not None and learner.training.optim.kind == "adamw_8bit"
+        if learner is not None and is_8bit and importlib.util.find_spec("torchao") is None:
+            yield f"{learner.key}.optim.kind = 'adamw_8bit': {NO_TORCHAO}"
 
 
 def _device_problems(work: PendingWork) -> Iterator[str]:
@@ -101,13 +104,15 @@ def pool_problems_on(nodes: Sequence[Node], work: PendingWork, *, elsewhere: boo
     """
     if elsewhere or joins_a_cluster():
         yield from _devices_missing(work, has_gpu=lambda: any(node.num_gpus for node in nodes))
-    sampling: dict[str, EvaluateConfig | TagConfig | LocalTeacherConfig] = {}
+    sampling: dict[str, EvaluateConfig | TagConfig | LocalTeacherConfig | OpdRolloutsConfig | OpdTeacherConfig] = {}
     # All models are evaluated with the settings of one section.
     sampling |= {stage.section: job.evaluate for stage, job in work.pending(EvaluateJob)}
     sampling |= {stage.section: job.tag for stage, job in work.pending(TagJob)}
     for stage, distill_job in work.pending(DistillJob):
         if isinstance(distill_job.distill.teacher, LocalTeacherConfig):
             sampling[f"{stage.section}.teacher"] = distill_job.distill.teacher
+    sampling |= {f"{stage.section}.rollouts": job.rollouts for stage, job in work.pending(OpdRolloutsJob)}
+    sampling |= {f"{stage.section}.{job.teacher}": job.runtime for stage, job in work.pending(OpdScoresJob)}
     gpus_of_nodes = [node.num_gpus for node in nodes]
     for section, cfg in sampling.items():
         if isinstance(cfg.engine, ServedModelConfig):
@@ -160,9 +165,10 @@ def disk_parts(work: PendingWork) -> list[DiskPart]:
 
 def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[DiskPart]]:
     """Return what a stage leaves on the disk, and what is there only while it runs."""
-    training = stage.job.training()
-    if training is None:
+    learner = stage.learner()
+    if learner is None:
         return _text_of(work, stage), []
+    training = learner.training
     size = planned_size(work.config.start_model)
     if size is None:
         return [], []
@@ -188,7 +194,7 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
 
 
 def _text_of(work: PendingWork, stage: Stage) -> list[DiskPart]:
-    """Return the texts that a stage without a training keeps: traces, or judged answers."""
+    """Return the texts that a stage without a learner keeps: traces, or judged answers."""
     rows = estimate(work.config, [stage.name])
     max_tokens = rows[0].max_tokens if rows else None
     return [DiskPart(what=f"{stage.name} answers", gb=max_tokens * _TEXT_BYTES / 1e9)] if max_tokens else []
@@ -217,9 +223,9 @@ def memory_problems(work: PendingWork) -> Iterator[str]:
     if hardware.gpu_memory_gb is None:
         return
     for stage in work.stages:
-        training, use = stage.job.training(), stage.engine()
-        if training is not None and size is not None and _is_on_gpu(training):
-            yield from _learner_problems(stage, training, size, hardware.gpu_memory_gb)
+        learner, use = stage.learner(), stage.engine()
+        if learner is not None and size is not None and _is_on_gpu(learner.training):
+            yield from _learner_problems(learner, size, hardware.gpu_memory_gb)
         model = work.config.start_model if use is None or use.model is None else use.model
         engine_size = planned_size(model)
         if isinstance(stage.job, RlJob) and _share_a_gpu(stage.job.rl):
@@ -256,13 +262,14 @@ def _is_on_gpu(training: SftConfig | RlConfig) -> bool:
     return training.runtime.device != "cpu" and training.dtype == "bfloat16"
 
 
-def _learner_problems(stage: Stage, training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> Iterator[str]:
+def _learner_problems(learner: LearnerUse, size: ModelSize, gpu_gb: float) -> Iterator[str]:
+    training = learner.training
     peak = learner_peak(size, learner_load(training))
     needed = with_margin_gb(peak.num_bytes)
     if needed <= gpu_gb:
         return
     remedy = _remedy(training, size, gpu_gb)
-    key = f"{stage.section}.runtime"
+    key = f"{learner.key}.runtime"
     advice = f"set {remedy} in {key}" if remedy else "no number of GPUs up to 64 is enough with rows this long"
     if remedy and _fits_offloaded(training, size, gpu_gb):
         advice += ", or cpu_offload = true with activation_checkpointing = true, which is slower"

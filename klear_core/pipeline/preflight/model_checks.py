@@ -32,7 +32,7 @@ from klear_core.config.evaluate import LONGEST_TORCH_ANSWER, HttpEngineConfig, T
 from klear_core.config.opd import GivenTeacher, OpdRolloutsConfig, OpdTeacherConfig, TrainedTeacher
 from klear_core.config.opd_jobs import OpdScoresJob
 from klear_core.config.rl import RlConfig, RolloutConfig
-from klear_core.config.stage import BaseJob, EngineUse, RlJob, SftJob, Stage
+from klear_core.config.stage import BaseJob, EngineUse, LearnerUse, RlJob, SftJob, Stage
 from klear_core.config.train import HubModelConfig, LocalModel, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.model_size import ModelSize, planned_size
@@ -284,21 +284,22 @@ def problems_on(nodes: Sequence[Node], work: PendingWork, *, elsewhere: bool = F
     size = planned_size(work.config.start_model)
     has_no_device = not any(node.num_gpus for node in nodes) and not (elsewhere or joins_a_cluster())
     for stage in work.stages:
-        training = stage.job.training()
-        if training is None:
+        learner = stage.learner()
+        if learner is None:
             continue
+        training = learner.training
         try:
             if size is not None:
-                _check_device(training, size.num_params, nodes, section=stage.section)
+                _check_device(stage, learner, size.num_params, nodes)
         except ResourceError as e:
             yield str(e)
             continue
         if has_no_device and training.runtime.device == "cuda":
             continue  # a missing device of this machine is reported by itself
         try:
-            place_training(training, size, nodes)
+            place_training(stage, learner, size, nodes)
         except ResourceError as e:
-            yield f"{stage.section}.runtime: {e}"
+            yield f"{learner.key}.runtime: {e}"
             continue
         yield from _scorer_problems(stage, training, size, nodes)
 
@@ -318,30 +319,31 @@ def _scorer_problems(
         yield str(e)
 
 
-def _check_device(training: SftConfig | RlConfig, num_params: int, nodes: Sequence[Node], *, section: str) -> None:
+def _check_device(stage: Stage, learner: LearnerUse, num_params: int, nodes: Sequence[Node]) -> None:
     """Raise ResourceError if `device = "auto"` would be a CPU for a model that is too large for one."""
     num_gpus = sum(node.num_gpus for node in nodes)
-    if isinstance(training, SftConfig):
-        if training.runtime.device == "auto" and num_gpus == 0 and is_too_large_for_cpu(num_params):
-            raise ResourceError(cpu_refusal(f"{section}.runtime", num_params))
+    if not isinstance(stage.job, RlJob):
+        if learner.training.runtime.device == "auto" and num_gpus == 0 and is_too_large_for_cpu(num_params):
+            raise ResourceError(cpu_refusal(f"{learner.key}.runtime", num_params))
         return
-    runtime, engine = training.runtime, training.rollout.engine
+    runtime, engine = stage.job.rl.runtime, stage.job.rl.rollout.engine
     # Too few GPUs are no concern of this check.
     gpus = plan_gpus(runtime, engine, num_gpus) if num_gpus else GpuPlan(learner=0, rollout=0)
-    check_cpu_is_meant(runtime, engine, gpus, num_params, stage=section)
+    check_cpu_is_meant(runtime, engine, gpus, num_params, stage=stage.section)
 
 
-def place_training(training: SftConfig | RlConfig, size: ModelSize | None, nodes: Sequence[Node]) -> Placement:
+def place_training(stage: Stage, learner: LearnerUse, size: ModelSize | None, nodes: Sequence[Node]) -> Placement:
     """Return where ranks and engines will run. Raise ResourceError, with the setting to change, if they cannot.
 
     `size` is that of the model, without which its attention heads are not checked.
     """
     num_gpus = sum(node.num_gpus for node in nodes)
-    if isinstance(training, SftConfig):
-        runs_on_gpus = training.runtime.device == "cuda" or (training.runtime.device == "auto" and num_gpus > 0)
+    if not isinstance(stage.job, RlJob):
+        own = learner.training.runtime
+        runs_on_gpus = own.device == "cuda" or (own.device == "auto" and num_gpus > 0)
         # The last argument is the GPUs of a rank: a whole one, or none.
-        return Placement(ranks=tuple(place_ranks(Room.of(nodes), training.runtime, float(runs_on_gpus))))
-    runtime, engine = training.runtime, training.rollout.engine
+        return Placement(ranks=tuple(place_ranks(Room.of(nodes), own, float(runs_on_gpus))))
+    runtime, engine = stage.job.rl.runtime, stage.job.rl.rollout.engine
     gpus = plan_gpus(runtime, engine, num_gpus)
     is_direct(runtime, engine, gpus)  # for the error that it raises
     if size is not None:
@@ -366,21 +368,21 @@ def placement_lines(
 
 def stage_lines(stage: Stage, size: ModelSize | None, nodes: Sequence[Node]) -> Iterator[str]:
     """Yield where the processes of a training run on these nodes; nothing for other stages."""
-    training = stage.job.training()
-    if training is None:
+    learner = stage.learner()
+    if learner is None:
         return
     try:
         if size is not None:
-            _check_device(training, size.num_params, nodes, section=stage.section)
-        placement = place_training(training, size, nodes)
+            _check_device(stage, learner, size.num_params, nodes)
+        placement = place_training(stage, learner, size, nodes)
     except ResourceError:
         return  # a problem of the run, too
     for node in nodes:
         parts = [*_parts("learner rank", placement.ranks, node), *_parts("engine", placement.engines, node)]
         if parts:
             yield f"{stage.section} on {node.name}: {', '.join(parts)}{_idle(placement, node)}"
-    if isinstance(training, RlConfig) and not placement.engines:
-        yield f"{stage.section}: {training.runtime.num_rollout_actors} engines on CPUs of any node"
+    if isinstance(stage.job, RlJob) and not placement.engines:
+        yield f"{stage.section}: {stage.job.rl.runtime.num_rollout_actors} engines on CPUs of any node"
 
 
 def _idle(placement: Placement, node: Node) -> str:
@@ -423,9 +425,9 @@ def slow_products(work: PendingWork, *, has_gpus: bool, compiles_bfloat16: bool)
         return
     settings: list[tuple[str, str, str]] = []
     for stage in work.stages:
-        training = stage.job.training()
-        if training is not None:
-            settings.append((stage.section, training.dtype, training.runtime.device))
+        learner = stage.learner()
+        if learner is not None:
+            settings.append((learner.key, learner.training.dtype, learner.training.runtime.device))
     for use in work.engines():
         if isinstance(use.engine, TorchEngineConfig):
             settings.append((f"{use.key}.engine", use.engine.dtype, use.engine.runtime.device))
@@ -441,18 +443,19 @@ def memory_warnings(work: PendingWork, *, has_gpus: bool, memory_gb: float) -> I
     """
     size = planned_size(work.config.start_model)
     for stage in work.stages:
-        training = stage.job.training()
-        if training is None or size is None or not _is_on_cpu(training.runtime.device, has_gpus=has_gpus):
+        learner = stage.learner()
+        if learner is None or size is None or not _is_on_cpu(learner.training.runtime.device, has_gpus=has_gpus):
             continue
-        needed = training.runtime.num_workers * learner_peak(size, learner_load(training)).num_bytes
-        if isinstance(training, RlConfig):
-            value_bytes = 2 if training.rollout.engine.dtype == "bfloat16" else 4
-            needed += training.runtime.num_rollout_actors * value_bytes * size.num_params
+        needed = learner.training.runtime.num_workers * learner_peak(size, learner_load(learner.training)).num_bytes
+        if isinstance(stage.job, RlJob):
+            rl = stage.job.rl
+            value_bytes = 2 if rl.rollout.engine.dtype == "bfloat16" else 4
+            needed += rl.runtime.num_rollout_actors * value_bytes * size.num_params
         if needed / 1e9 > memory_gb:
             yield (
                 f"{stage.section}: learners and weights of engines take {needed / 1e9:.1f} GB, and this machine has "
-                f"{memory_gb:.1f}; lower {stage.section}.runtime.tokens_per_microbatch, or set "
-                f"{stage.section}.runtime.activation_checkpointing = true"
+                f"{memory_gb:.1f}; lower {learner.key}.runtime.tokens_per_microbatch, or set "
+                f"{learner.key}.runtime.activation_checkpointing = true"
             )
 
 

@@ -20,9 +20,21 @@ from klear_core.hf_config import HfConfig
 from klear_core.pipeline.costs.memory import learner_load, learner_peak
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 from klear_core.pipeline.plan import PendingWork
-from klear_core.pipeline.preflight.capacity import disk_parts, disk_problem, pool_problems_on
+from klear_core.pipeline.preflight.capacity import (
+    disk_parts,
+    disk_problem,
+    machine_problems,
+    memory_problems,
+    pool_problems_on,
+)
 from klear_core.pipeline.preflight.checks import problems_with, require_asked_nodes, require_ready
-from klear_core.pipeline.preflight.model_checks import memory_warnings, problems_on, slow_products, stage_lines
+from klear_core.pipeline.preflight.model_checks import (
+    context_problems,
+    memory_warnings,
+    problems_on,
+    slow_products,
+    stage_lines,
+)
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 QWEN3_8B = QWEN3 | {
@@ -258,6 +270,28 @@ def test_engines_that_no_node_of_the_cluster_has_room_for_are_refused_before_any
     (problem,) = pool_problems_on([head], torch)
     assert "evaluate.engine.runtime.device = 'auto', and no GPU for it" in problem
     assert list(pool_problems_on([head, single], torch)) == []
+
+
+def test_on_policy_distillation_is_checked_like_other_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`klear_8b_opd`: eight learner ranks, and a teacher of 30 billion parameters on two GPUs."""
+    changes = ("hardware.gpu_memory_gb=24", "opd.train.optim.kind=adamw_8bit", "opd.train.runtime.device=cuda")
+    place = f"workspace.root={tmp_path / 'ws'}"
+    work = work_of(load_profile(CONFIGS / "klear_8b_opd", [place, *changes]), "opd_rollouts", "opd_scores", "opd")
+    single, eight = (Node(name="a", num_cpus=96, num_gpus=n) for n in (1, 8))
+    (placed,) = problems_on([single], work)
+    assert placed.startswith("opd.train.runtime: runtime.num_workers = 8: every learner rank needs 1 GPU")
+    (pool,) = pool_problems_on([single], work, elsewhere=True)
+    assert pool.startswith("opd.teacher.runtime.num_engines = 'auto': 1 engines with 2 GPUs each")
+    assert [*problems_on([eight], work), *pool_problems_on([eight], work, elsewhere=True)] == []
+    assert [p.split(":")[0] for p in memory_problems(work)][-1] == "opd.train.runtime"
+    assert needed_gb(work) > 3 * CHECKPOINT_GB + MODEL_GB
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert [p.split(":")[0] for p in machine_problems(work)] == ["opd.train.optim.kind = 'adamw_8bit'"]
+    heads = ("opd.train.runtime.context_parallel=3", "opd.train.runtime.num_workers=3")
+    (uneven,) = context_problems(work_of(load_profile(CONFIGS / "klear_8b_opd", [place, *heads]), "opd"))
+    assert uneven.startswith("opd.train.runtime.context_parallel = 3 does not divide the 32 attention heads")
 
 
 def test_rl_looks_again_once_it_knows_the_cluster() -> None:
