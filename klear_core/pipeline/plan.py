@@ -17,8 +17,7 @@ from klear_core.config.data import BenchmarkConfig, GeneratedSource
 from klear_core.config.data_jobs import BenchmarksJob, GivenModelJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import leaves_of, result_settings
-from klear_core.config.stage import EngineUse, Job, Stage
-from klear_core.config.train import TrainRuntime
+from klear_core.config.stage import EngineUse, Job, LearnerUse, Stage
 from klear_core.distill.teachers.fleet import BlockKeys
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.stats.significance import GATE_GAIN, GateBenchmark, detectable, gate_chances
@@ -342,12 +341,12 @@ class PendingWork:
             by_key |= {use.key: use for use in engines}
         return list(by_key.values())
 
-    def trainings(self) -> Iterator[tuple[str, TrainRuntime]]:
-        """Yield the learners that would train, by the key of their settings."""
+    def trainings(self) -> Iterator[tuple[Stage, LearnerUse]]:
+        """Yield the stages that would train, each with its learner."""
         for stage in self.stages:
             learner = stage.learner()
             if learner is not None:
-                yield learner.key, learner.training.runtime
+                yield stage, learner
 
 
 def _with_job(stages: Sequence[Stage], job: type[J]) -> Iterator[tuple[Stage, J]]:

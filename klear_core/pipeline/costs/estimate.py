@@ -67,7 +67,7 @@ def estimate_stage(config: PipelineConfig, stage: Stage, size: ModelSize | None)
         case DistillJob():
             return _distill(stage, config)
         case SftJob(sft=sft):
-            return _sft(stage, config, sft, _size_of(stage, config, size))
+            return _sft(stage, config, sft, trained_size(config, stage))
         case OpdRolloutsJob(rollouts=rollouts):
             answers = num_opd_answers(stage, config)
             note = f"{answers or 'unknown number of'} answers of the student"
@@ -157,10 +157,15 @@ def _distill(stage: Stage, config: PipelineConfig) -> StageEstimate:
     return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, note=note)
 
 
-def _size_of(stage: Stage, config: PipelineConfig, size: ModelSize | None) -> ModelSize | None:
-    """Return the size of the model that an SFT stage trains: `size`, or that of a teacher."""
-    base = next(one.job for one in stages_of(config) if one.name == stage.inputs["model"])
-    return planned_size(base.model) if isinstance(base, BaseJob) else size
+def trained_model(config: PipelineConfig, stage: Stage) -> ModelConfig:
+    """Return the model that a stage trains: the pipeline's, or that of a teacher which is trained here."""
+    base = next((one.job for one in stages_of(config) if one.name == stage.inputs.get("model")), None)
+    return base.model if isinstance(base, BaseJob) else config.start_model
+
+
+def trained_size(config: PipelineConfig, stage: Stage) -> ModelSize | None:
+    """Return the size of the model that a stage trains; None if it is not known."""
+    return planned_size(trained_model(config, stage))
 
 
 def _opd_scores(stage: Stage, job: OpdScoresJob, config: PipelineConfig) -> StageEstimate:

@@ -32,7 +32,7 @@ from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, LearnerU
 from klear_core.config.train import NO_TORCHAO, ModelConfig, SftConfig, TrainRuntime
 from klear_core.errors import ResourceError
 from klear_core.generate.model_size import ModelSize, engine_fit, planned_size
-from klear_core.pipeline.costs.estimate import estimate, longest_sequence, num_inline_evals
+from klear_core.pipeline.costs.estimate import estimate, longest_sequence, num_inline_evals, trained_size
 from klear_core.pipeline.costs.memory import LearnerPeak, learner_load, learner_peak, resident_bytes, with_margin_gb
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.model_checks import window_of
@@ -169,7 +169,7 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
     if learner is None:
         return _text_of(work, stage), []
     training = learner.training
-    size = planned_size(work.config.start_model)
+    size = trained_size(work.config, stage)
     if size is None:
         return [], []
     # With LoRA checkpoints hold only the adapters, of which those on all layers are the most.
@@ -219,11 +219,10 @@ def memory_problems(work: PendingWork) -> Iterator[str]:
     Nothing is checked if the memory of the GPUs is not known, or the model's size.
     """
     hardware = known_hardware(work.config.hardware)
-    size = planned_size(work.config.start_model)
     if hardware.gpu_memory_gb is None:
         return
     for stage in work.stages:
-        learner, use = stage.learner(), stage.engine()
+        learner, use, size = stage.learner(), stage.engine(), trained_size(work.config, stage)
         if learner is not None and size is not None and _is_on_gpu(learner.training):
             yield from _learner_problems(learner, size, hardware.gpu_memory_gb)
         model = work.config.start_model if use is None or use.model is None else use.model

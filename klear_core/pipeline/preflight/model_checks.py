@@ -35,9 +35,10 @@ from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.stage import BaseJob, EngineUse, LearnerUse, RlJob, SftJob, Stage
 from klear_core.config.train import HubModelConfig, LocalModel, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.model_size import ModelSize, planned_size
+from klear_core.generate.model_size import ModelSize
 from klear_core.hf_config import HfConfig, read_hf_config, unusual_keys
 from klear_core.native import NO_BFLOAT16
+from klear_core.pipeline.costs.estimate import trained_model, trained_size
 from klear_core.pipeline.costs.memory import learner_load, learner_peak
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.plan import PendingWork
@@ -101,11 +102,11 @@ def _token_ids(model: ModelConfig) -> Mapping[str, int] | None:
 
 def length_problems(work: PendingWork) -> Iterator[str]:
     """Check lengths against the model's window: the configured one, or the folder's if it is wider."""
-    window = window_of(work.config.start_model)
     for stage, job in work.pending(SftJob):
-        max_tokens = job.sft.max_tokens
+        model, max_tokens = trained_model(work.config, stage), job.sft.max_tokens
+        window, whose = window_of(model), "model." if model == work.config.start_model else "its "
         if window is not None and max_tokens > window:
-            yield f"{stage.section}.max_tokens = {max_tokens} is more than model.max_position_embeddings = {window}"
+            yield f"{stage.section}.max_tokens = {max_tokens} is more than {whose}max_position_embeddings = {window}"
     for use in work.engines():
         yield from _too_long_answers(use, use.model or work.config.start_model)
     for stage, rl_job in work.pending(RlJob):
@@ -218,22 +219,22 @@ def engine_problems(work: PendingWork) -> Iterator[str]:
 
 def context_problems(work: PendingWork) -> Iterator[str]:
     """Find trainings whose context parallelism does not fit the model's heads, or that keep more layers than it has."""
-    size = planned_size(work.config.start_model)
-    if size is None:
-        return
-    for stage, runtime in work.trainings():
+    for stage, learner in work.trainings():
+        size, runtime = trained_size(work.config, stage), learner.training.runtime
+        if size is None:
+            continue
         try:
             runtime.check_attention_heads(size.num_heads, "the model")
             runtime.check_layers(size.num_layers, "the model")
         except ConfigError as e:
-            yield f"{stage}.{e}"
+            yield f"{learner.key}.{e}"
 
 
 def cuda_problems(work: PendingWork) -> Iterator[str]:
     """Check the devices of this machine; a stage on a Ray cluster at RAY_ADDRESS is refused where it is placed."""
     if joins_a_cluster():
         return
-    devices = {f"{section}.runtime": runtime.device for section, runtime in work.trainings()}
+    devices = {f"{learner.key}.runtime": learner.training.runtime.device for _, learner in work.trainings()}
     devices |= {
         f"{use.key}.engine.runtime": use.engine.runtime.device
         for use in work.engines()
@@ -281,13 +282,9 @@ def placement_problems(work: PendingWork) -> Iterator[str]:
 
 def problems_on(nodes: Sequence[Node], work: PendingWork, *, elsewhere: bool = False) -> Iterator[str]:
     """Yield why the learners and engines of a stage cannot be placed on these nodes, here or `elsewhere`."""
-    size = planned_size(work.config.start_model)
     has_no_device = not any(node.num_gpus for node in nodes) and not (elsewhere or joins_a_cluster())
-    for stage in work.stages:
-        learner = stage.learner()
-        if learner is None:
-            continue
-        training = learner.training
+    for stage, learner in work.trainings():
+        training, size = learner.training, trained_size(work.config, stage)
         try:
             if size is not None:
                 _check_device(stage, learner, size.num_params, nodes)
@@ -424,10 +421,8 @@ def slow_products(work: PendingWork, *, has_gpus: bool, compiles_bfloat16: bool)
     if compiles_bfloat16:
         return
     settings: list[tuple[str, str, str]] = []
-    for stage in work.stages:
-        learner = stage.learner()
-        if learner is not None:
-            settings.append((learner.key, learner.training.dtype, learner.training.runtime.device))
+    for _, learner in work.trainings():
+        settings.append((learner.key, learner.training.dtype, learner.training.runtime.device))
     for use in work.engines():
         if isinstance(use.engine, TorchEngineConfig):
             settings.append((f"{use.key}.engine", use.engine.dtype, use.engine.runtime.device))
@@ -441,10 +436,9 @@ def memory_warnings(work: PendingWork, *, has_gpus: bool, memory_gb: float) -> I
 
     Counted are learners at their peak and the weights of RL's engines, not caches and other processes.
     """
-    size = planned_size(work.config.start_model)
-    for stage in work.stages:
-        learner = stage.learner()
-        if learner is None or size is None or not _is_on_cpu(learner.training.runtime.device, has_gpus=has_gpus):
+    for stage, learner in work.trainings():
+        size = trained_size(work.config, stage)
+        if size is None or not _is_on_cpu(learner.training.runtime.device, has_gpus=has_gpus):
             continue
         needed = learner.training.runtime.num_workers * learner_peak(size, learner_load(learner.training)).num_bytes
         if isinstance(stage.job, RlJob):

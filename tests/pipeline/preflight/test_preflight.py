@@ -29,6 +29,8 @@ from klear_core.errors import ConfigError, ResourceError
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.costs.estimate import estimate
 from klear_core.pipeline.graph import fingerprints_of, open_store, select_stages, stages_of
+from klear_core.pipeline.plan import PendingWork
+from klear_core.pipeline.preflight import model_checks
 from klear_core.pipeline.preflight.checks import problems_with, require_ready
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -291,6 +293,24 @@ def test_a_teachers_window_holds_the_longest_answer_that_it_scores(tmp_path: Pat
     assert length_problems(profile(tmp_path, *live, of_rl % 150)) == []
     (problem,) = length_problems(profile(tmp_path, *live, of_rl % 149))
     assert problem.startswith("rl_teacher: a window of 150 tokens, to score answers of rl.rollout, is more")
+
+
+def test_the_training_of_a_teacher_is_checked_for_the_model_that_it_trains(tmp_path: Path) -> None:
+    """Not for the student's, which has 4 heads and 512 positions."""
+
+    def found(*settings: str) -> list[str]:
+        teacher = ("model={kind='tiny', num_heads=6, num_kv_heads=2, max_position_embeddings=2048}", *settings)
+        opd = [f"opd.teacher.source={{kind='trained', {', '.join(teacher)}}}"]
+        work = PendingWork.of(profile(tmp_path, "opd.then_rl=false", *opd), ["opd_teacher"], ())
+        return [*model_checks.length_problems(work), *model_checks.context_problems(work)]
+
+    three = "runtime={num_workers=3, context_parallel=3}"
+    assert found(f"sft={{max_tokens=2048, {three}}}") == []
+    assert found("sft={max_tokens=2049}") == [
+        "opd.teacher.source.sft.max_tokens = 2049 is more than its max_position_embeddings = 2048"
+    ]
+    (problem,) = found(f"sft={{max_tokens=2048, {three.replace('3', '4')}}}")
+    assert "context_parallel = 4 does not divide the 6 attention heads" in problem
 
 
 @pytest.mark.usefixtures("no_hub")
