@@ -48,6 +48,8 @@ class News:
     """The line that matters."""
     link: str
     """A page of Prefect, or the path of a report; empty if there is neither."""
+    has_log: bool = True
+    """False for a run that was refused before it began."""
 
     @property
     def title(self) -> str:
@@ -57,7 +59,8 @@ class News:
     @property
     def text(self) -> str:
         """The message."""
-        return "\n".join(filter(None, (self.line, self.link, f"klear runs logs {self.run_id[:8]}")))
+        logs = f"klear runs logs {self.run_id[:8]}" if self.has_log else ""
+        return "\n".join(filter(None, (self.line, self.link, logs)))
 
 
 class Notifier:
