@@ -155,7 +155,7 @@ class RunRecorder(Console):
 
     def _spent(self, stage: str, wall_s: float) -> dict[str, object]:
         own = self._stages.get(stage)
-        holds_gpus = own is not None and (own.job.training() is not None or own.engine() is not None)
+        holds_gpus = own is not None and (own.learner() is not None or own.engine() is not None)
         return {"wall_s": round(wall_s, 1), "num_gpus": gpus_in_reach() if holds_gpus else 0}
 
     def _change_stage(self, stage: str, changes: Mapping[str, object]) -> None:

@@ -258,6 +258,20 @@ def test_the_gpu_hours_of_a_run_include_those_of_the_stage_that_runs(recorder: R
     assert recorder.record.gpu_hours == pytest.approx(16, rel=1e-3)
 
 
+@pytest.mark.parametrize("profile", ["smoke", "laptop_opd"])
+def test_every_stage_that_trains_or_samples_holds_the_gpus(tmp_path: Path, monkeypatch, profile: str):
+    monkeypatch.setattr("tasks.run_record.gpus_in_reach", lambda: 8)
+    stages = stages_of(load_profile(SMOKE.parent / profile, [f"workspace.root={tmp_path}"]))
+    planned = tuple(RunStage(name=stage.name, kind=stage.kind) for stage in stages)
+    own = RunRecorder(record(1, stages=planned), RunHistory.of(tmp_path), stages)
+    for stage in planned:
+        own.stage_started(stage.name, attempt=1)
+        own.count_running()
+    holding = {stage.kind for stage in own.record.stages if stage.num_gpus}
+    training = {"rl"} if profile == "smoke" else {"opd_rollouts", "opd_scores", "opd"}
+    assert holding == {"sft", "evaluate", *training}
+
+
 def test_a_failure_is_told_with_the_delay_before_the_next_attempt(recorder: RunRecorder):
     console().stage_failed("rl", DataError("row 3: no answer\nmore"), Attempt(number=1, of=3, next_in_s=5.0))
     assert recorder.record.why == "row 3: no answer; next attempt in about 5 s"
