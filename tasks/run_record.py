@@ -68,6 +68,7 @@ class RunRecorder(Console):
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._pace: Pace | None = None
+        self._failed_s = 0.0  # of the running stage, in its earlier attempts
         self._busy: list[float] = []
         self._is_blind = False
         self._warned = _LastWarning()
@@ -112,7 +113,12 @@ class RunRecorder(Console):
 
     def stage_started(self, stage: str, *, attempt: int) -> None:
         """Note the stage that runs, and that nothing is waited for."""
-        self._pace = Pace(stage=stage, started_s=time.monotonic())
+        now_s, before = time.monotonic(), self._pace
+        if before is not None and before.stage == stage:  # the attempt before this one failed
+            self._failed_s += now_s - before.started_s
+        else:
+            self._failed_s = 0.0
+        self._pace = Pace(stage=stage, started_s=now_s)
         self._warned.text = ""
         note = f"attempt {attempt}" if attempt > 1 else ""
         self._change(stage=stage, done=0, total=0, note=note, left_s=None, why="")
@@ -136,7 +142,7 @@ class RunRecorder(Console):
             "num_gpus": 0,
         }
         if not was_reused:
-            changes |= {"state": "made", **self._spent(stage, wall_s)}
+            changes |= {"state": "made", **self._spent(stage, wall_s + self._failed_s)}
         self._change_stage(stage, changes)
         self._change(left_s=None)
         if job is not None and job.scores_model:
@@ -151,7 +157,8 @@ class RunRecorder(Console):
         """Count what the running stage has spent so far, which may be most of a run."""
         pace = self._pace
         if pace is not None:
-            self._change_stage(pace.stage, self._spent(pace.stage, time.monotonic() - pace.started_s))
+            wall_s = self._failed_s + time.monotonic() - pace.started_s
+            self._change_stage(pace.stage, self._spent(pace.stage, wall_s))
 
     def _spent(self, stage: str, wall_s: float) -> dict[str, object]:
         own = self._stages.get(stage)

@@ -258,6 +258,21 @@ def test_the_gpu_hours_of_a_run_include_those_of_the_stage_that_runs(recorder: R
     assert recorder.record.gpu_hours == pytest.approx(16, rel=1e-3)
 
 
+def test_the_gpu_hours_of_a_stage_include_those_of_its_attempts_that_failed(recorder: RunRecorder, monkeypatch):
+    monkeypatch.setattr("tasks.run_record.gpus_in_reach", lambda: 8)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    console().stage_started("rl", attempt=1)
+    now += 7200
+    console().stage_failed("rl", DataError("a GPU was lost"), Attempt(number=1, of=2, next_in_s=5.0))
+    console().stage_started("rl", attempt=2)
+    now += 3600
+    recorder.count_running()
+    assert recorder.record.gpu_hours == pytest.approx(24, rel=1e-3)
+    console().stage_done("rl", ref("rl", Path("/nowhere")), was_reused=False, wall_s=3600.0)
+    assert recorder.record.gpu_hours == pytest.approx(24, rel=1e-3)
+
+
 @pytest.mark.parametrize("profile", ["smoke", "laptop_opd"])
 def test_every_stage_that_trains_or_samples_holds_the_gpus(tmp_path: Path, monkeypatch, profile: str):
     monkeypatch.setattr("tasks.run_record.gpus_in_reach", lambda: 8)
