@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -183,7 +183,7 @@ def _run_selected(
     chosen, again = selection.of(stages)
     # Everything that can be refused is refused before the first artifact is moved and before anything is tracked.
     notifier = open_notifier(config.workspace.notify)
-    with _telling_refusals(config, notifier):
+    with notifier.telling_refusals(lambda: _run_info(config, _this_flow_run())):
         keys = read_keys(stage.job for stage in stages if stage.name in chosen)
         require_ready(config, chosen, again=again, keys=keys)
         for warning in warnings_with(config, chosen, again=again):
@@ -201,20 +201,6 @@ def _run_selected(
         finally:
             tracking.end_pipeline(run.info, tracking.status_now())
     return run.result()
-
-
-@contextmanager
-def _telling_refusals(config: PipelineConfig, notifier: Notifier) -> Iterator[None]:
-    """Tell somebody of an error of ours in the block; a run that a schedule starts has nobody at its terminal."""
-    try:
-        yield
-    except KlearError as e:
-        with reporting("nobody could be told that this run was refused"):
-            info = _run_info(config, _this_flow_run())
-            for event, line in end_news((), {}, (), info.started_at, e, made=()):
-                told = News(event=event, run_id=info.run_id, run_name=info.run_name, line=line, link=info.run_url)
-                notifier.tell(replace(told, has_log=False))
-        raise
 
 
 _STATES: Mapping[str, RunState] = {"FINISHED": "done", "FAILED": "failed", "KILLED": "cancelled"}

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -17,11 +18,13 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.artifacts.run_history import RunRecord
 from klear_core.config.pipeline import NotifyConfig, NotifyEvent
 from klear_core.config.stage import PromoteJob, Stage
-from klear_core.errors import ConfigError, KlearError, is_interrupt
+from klear_core.errors import ConfigError, KlearError, is_interrupt, reporting
 from klear_core.scores import percent, range_text
 
 if TYPE_CHECKING:
     from prefect.blocks.abstract import NotificationBlock
+
+    from tasks.tracking import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,19 @@ class Notifier:
         for block in self._blocks:
             self._try(f"the block {block.get_block_type_slug()}", partial(block.notify, news.text, news.title))
 
+    @contextmanager
+    def telling_refusals(self, of_run: Callable[[], RunInfo]) -> Iterator[None]:
+        """Tell that an error of ours in the block refuses the run; a schedule has nobody at its terminal."""
+        try:
+            yield
+        except KlearError as e:
+            with reporting("nobody could be told that this run was refused"):
+                run = of_run()
+                for event, line in end_news((), {}, (), run.started_at, e, made=()):
+                    told = {"run_id": run.run_id, "run_name": run.run_name, "link": run.run_url}
+                    self.tell(News(event=event, line=line, has_log=False, **told))
+            raise
+
     def _try(self, receiver: str, send: Callable[[], object]) -> None:
         for attempt in range(_TRIES):
             try:
@@ -93,7 +109,7 @@ class Notifier:
     def _post(self, news: News) -> None:
         import httpx
 
-        # `text` is what Slack, Mattermost, Discord's and Teams' bridges show.
+        # `text` is what Slack, Mattermost and the bridges of Discord (at `/slack`) and Teams show.
         body = {
             "text": f"{news.title}\n{news.text}",
             "event": news.event,

@@ -125,9 +125,12 @@ def gpus_here() -> int:
     """Return this machine's GPUs as Ray counts them: the driver's, at most as many as CUDA_VISIBLE_DEVICES names."""
     if shutil.which("nvidia-smi") is None:
         return 0
-    listed = subprocess.run(
-        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=False
-    )
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 0  # a driver that hangs, as `klear doctor --gpu` says
     if listed.returncode != 0:
         return 0
     count = len([line for line in listed.stdout.splitlines() if line.startswith("GPU ")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Final, Literal, Self
 
@@ -367,3 +368,14 @@ class BenchmarkConfig(Settings):
         """First day on which one of its problems was public; None if it is not known."""
         known = KNOWN_BENCHMARKS.get(self.known)
         return self.published or (known.published if known else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubUse:
+    """A repository on the Hub whose files a stage's result depends on."""
+
+    repo: str
+    revision: str
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision[:7]}"

@@ -16,13 +16,21 @@ from klear_core.config.curate import (
     NearConfig,
     ReadYieldLimits,
 )
-from klear_core.config.data import BenchmarkConfig, DatasetsSource, FileSource, GeneratedSource, Source, StoredSource
+from klear_core.config.data import (
+    BenchmarkConfig,
+    DatasetsSource,
+    FileSource,
+    GeneratedSource,
+    HubUse,
+    Source,
+    StoredSource,
+)
 from klear_core.config.evaluate import EvaluateConfig, ServedModelConfig
 from klear_core.config.known_benchmarks import DateWindow
 from klear_core.config.opd_jobs import OpdJob, OpdRolloutsJob, OpdScoresJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings, YieldLimits
-from klear_core.config.stage import BaseJob, EvaluateJob, HubUse, Job, SourceUse
+from klear_core.config.stage import BaseJob, EvaluateJob, Job, SourceUse
 from klear_core.config.train import (
     GivenDataset,
     GivenFacts,

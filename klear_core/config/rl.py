@@ -91,8 +91,7 @@ class RolloutConfig(Settings):
     on, the others thrown away finished (scripts); `cancel`: once enough are finished the others are given up, which is
     faster and prefers short answers."""
     max_prompt_tokens: int = Field(default=4096, ge=1)
-    """Longer prompts are left out and counted, as are those that fill the window; the scripts cut off their
-    beginning."""
+    """Longer prompts, and those that fill the window, are left out and counted; the scripts cut off their beginning."""
     sampling: SamplingConfig = SamplingConfig()
     engine: LocalEngineConfig = TorchEngineConfig()
 

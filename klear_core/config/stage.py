@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field
 
 from klear_core.config.curate import SampledModelRuntime, TagConfig
-from klear_core.config.data import BenchmarkConfig, Source
+from klear_core.config.data import BenchmarkConfig, HubUse, Source
 from klear_core.config.distill import DistillConfig, HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.evaluate import (
     ChatUse,
@@ -60,17 +60,6 @@ class LearnerUse:
     """Dotted key of its settings in the config: `sft`, `opd.train`."""
     training: SftConfig | RlConfig
     """Its settings, in the form in which the learner takes them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubUse:
-    """A repository on the Hub whose files a stage's result depends on."""
-
-    repo: str
-    revision: str
-
-    def __str__(self) -> str:
-        return f"{self.repo}@{self.revision[:7]}"
 
 
 class Job(Settings):

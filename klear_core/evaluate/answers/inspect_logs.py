@@ -6,16 +6,36 @@ import json
 import struct
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
+from klear_core.data.formats.fields import Fields, RowError, text_at, user_message, value_at
 from klear_core.errors import DataError
-from klear_core.evaluate.answers.layout_rows import OTHER_REFERENCE
+from klear_core.evaluate.answers.layout_rows import (
+    PROGRAM_KEYS,
+    AnswerRow,
+    StatedAnswer,
+    count_in,
+    first_text,
+    math_reference,
+    programming_task,
+    row_name,
+    score_in,
+)
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow
-from klear_core.types import CodeReference, CustomReference, MathReference, Reference, UnverifiableReference, domain_of
+from klear_core.types import (
+    CodeReference,
+    CustomReference,
+    Domain,
+    FinishReason,
+    MathReference,
+    Reference,
+    UnverifiableReference,
+    domain_of,
+)
 
 SUFFIX = ".eval"
 _ZSTANDARD = 93
@@ -23,12 +43,16 @@ _ZSTANDARD = 93
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The end of a member's local header: the lengths of its name and of what follows it."""
 _SCORER = "klear"
+_OTHER_REFERENCE = "klear_domain"
+"""Key in the metadata of our own logs: the domain of a problem whose reference is not of math."""
+_GRADES = {"C": 1.0, "I": 0.0}
+_ENDS: Mapping[str, FinishReason] = {"stop": "stop", "max_tokens": "length", "model_length": "length"}
 _SHOWN_CHARS = 500
 """Characters of a question in the list of samples, for which the viewer loads no sample."""
 
 
 def samples_of(log: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield place and row of each sample in a log, beside the log's `eval`, as `layout_rows` reads it.
+    """Yield place and row of each sample in a log, beside the log's `eval`, as `sample_row` reads it.
 
     Raise DataError for a file that is no finished log.
     """
@@ -44,6 +68,69 @@ def samples_of(log: Path) -> Iterator[tuple[str, dict[str, object]]]:
         raise
     except (zipfile.BadZipFile, KeyError, TypeError, ValueError, OSError) as e:
         raise DataError(f"{log}: cannot be read as a log of Inspect: {e}") from e
+
+
+def sample_row(fields: Fields) -> AnswerRow:
+    """Read a sample of Inspect's log; each stands beside the log's `eval`; see `samples_of`."""
+    header, sample = value_at(fields, "eval"), value_at(fields, "sample")
+    if not isinstance(sample, Mapping) or not isinstance(header, Mapping):
+        raise RowError("wrong_type", "sample", "a sample and `eval` must be objects")
+    output = sample.get("output")
+    choices = output.get("choices") if isinstance(output, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(output, Mapping) or not isinstance(choice, Mapping):
+        raise RowError("no_answer", "output.choices", "holds no answer: the sample failed, or was not reached")
+    usage = output.get("usage")
+    scores = sample.get("scores")
+    stated = [*scores.values()] if isinstance(scores, Mapping) else []
+    # Of several scorers none is the verdict.
+    value = stated[0].get("value") if len(stated) == 1 and isinstance(stated[0], Mapping) else None
+    text = _text_of(value_at(choice, "message", "content"))
+    num_tokens = count_in(usage.get("output_tokens")) if isinstance(usage, Mapping) else None
+    score = _GRADES.get(value) if isinstance(value, str) else score_in(value)
+    answer = StatedAnswer(
+        text=text,
+        num_tokens=num_tokens,
+        score=score,
+        finish_reason=_ENDS.get(str(choice.get("stop_reason"))),
+    )
+    name = first_text(sample, "id")
+    return AnswerRow(
+        question=user_message(sample, "input") if isinstance(sample.get("input"), list) else text_at(sample, "input"),
+        reference=_reference_in(sample),
+        answers=(answer,),
+        problem=name,
+        row=row_name("sample", name) and f"sample {name}, epoch {first_text(sample, 'epoch')}",
+        model=first_text(header, "model"),
+        benchmark=first_text(header, "task"),
+    )
+
+
+def _reference_in(sample: Fields) -> Reference:
+    """Return the target, or the tests in the metadata: of a program the target is its solution, or what tests it.
+
+    Our own logs of other references than of math have only a description of them.
+    """
+    target, metadata = value_at(sample, "target"), sample.get("metadata")
+    known = metadata if isinstance(metadata, Mapping) else {}
+    if _OTHER_REFERENCE in known:
+        return UnverifiableReference(domain=Domain(str(known[_OTHER_REFERENCE])), why="Klear's logs have no tests")
+    if PROGRAM_KEYS & known.keys():
+        return programming_task({"canonical_solution": target, **known})[1]
+    return math_reference(target, "target")
+
+
+def _text_of(content: object) -> str:
+    """Return an answer of one text, or of parts; reasoning that came apart from it stands in think tags before it."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RowError("no_answer", "output.choices.0.message.content", "holds no text")
+    parts = [part for part in content if isinstance(part, Mapping)]  # none: the model answered nothing
+    thoughts = [str(part["reasoning"]) for part in parts if part.get("type") == "reasoning" and part.get("reasoning")]
+    texts = [str(part["text"]) for part in parts if part.get("type") == "text" and part.get("text")]
+    thought = "\n\n".join(thoughts)
+    return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n\n".join(texts)
 
 
 def _member(archive: zipfile.ZipFile, log: Path, name: str) -> bytes:
@@ -150,7 +237,7 @@ def _sample(row: Generation, model: str) -> dict[str, object]:
         score = {_SCORER: {"value": value, "explanation": verdict.detail}}
     metadata = {"outcome": str(verdict.outcome)} if verdict else {}
     if not isinstance(row.reference, MathReference):
-        metadata[OTHER_REFERENCE] = str(domain_of(row.reference))  # the target is no reference then
+        metadata[_OTHER_REFERENCE] = str(domain_of(row.reference))  # the target is no reference then
     return {
         "id": row.problem_id,
         "epoch": row.sample_idx + 1,

@@ -125,7 +125,7 @@ Layout = Literal[
 
 _QUESTION_KEYS = ("question", "problem", "prompt", "query", "input")
 """Keys of a question, in any case: AIME 2024 has `Problem`."""
-_PROGRAM_KEYS = frozenset({"entry_point", "canonical_solution", "test_list", "test_cases", "public_test_cases"})
+PROGRAM_KEYS = frozenset({"entry_point", "canonical_solution", "test_list", "test_cases", "public_test_cases"})
 """Keys of a document that state a programming task."""
 _NO_ANSWERS = ("cot", "tool_call", "internal_tool_call")
 """Types of messages in MathArena's conversations that are not an answer."""
@@ -133,10 +133,6 @@ _OPTION = re.compile("[A-F]")
 _IN_PARENTHESES = re.compile(r"\(.*?\)")
 _NEMO_SCORES = ("symbolic_correct", "is_correct", "judge_correct")
 """Verdicts of NeMo-Skills, of its versions since 0.6 and before."""
-OTHER_REFERENCE = "klear_domain"
-"""Key in the metadata of our own logs of Inspect: the domain of a problem whose reference is not of math."""
-_INSPECT_GRADES = {"C": 1.0, "I": 0.0}
-_INSPECT_ENDS: Mapping[str, FinishReason] = {"stop": "stop", "max_tokens": "length", "model_length": "length"}
 _METRIC_KEYS = ("exact_match", "math_verify", "extractive_match", "pass@1", "acc")
 
 
@@ -190,7 +186,7 @@ def _klear(fields: Fields) -> AnswerRow:
 def _lm_eval(fields: Fields) -> AnswerRow:
     doc = value_at(fields, "doc")
     known = doc if isinstance(doc, Mapping) else {}
-    is_program = bool(_PROGRAM_KEYS & known.keys())
+    is_program = bool(PROGRAM_KEYS & known.keys())
     texts = texts_in(_generated(value_at(fields, "resps")), "resps")
     if is_program:  # a model continues a prompt that has begun the program; the filter puts both together
         whole = texts_in(value_at(fields, "filtered_resps"), "filtered_resps")
@@ -201,7 +197,7 @@ def _lm_eval(fields: Fields) -> AnswerRow:
     if len(texts) == 1:  # a metric of several answers together says nothing about each
         score = score_in(next((fields[name] for name in names if name in fields), None))
     if is_program:
-        question, reference = _programming_task(known)
+        question, reference = programming_task(known)
     else:
         question = first_text({str(key).lower(): value for key, value in known.items()}, *_QUESTION_KEYS).strip()
         reference = math_reference(_list_of_texts(value_at(fields, "target")), "target")
@@ -214,7 +210,7 @@ def _lm_eval(fields: Fields) -> AnswerRow:
     )
 
 
-def _programming_task(doc: Fields) -> tuple[str, Reference]:
+def programming_task(doc: Fields) -> tuple[str, Reference]:
     """Return question and tests of a document that is a row of a benchmark of programs, as that benchmark has them."""
     schemas = {schema.name: schema for schema in CODE_SCHEMAS}
     name = best_fit(doc, {name: schema.signatures for name, schema in schemas.items()}, where="doc", remedy="")
@@ -410,69 +406,6 @@ def _nemo_skills(fields: Fields) -> AnswerRow:
     )
 
 
-def _inspect(fields: Fields) -> AnswerRow:
-    """Read a sample of Inspect's log; `layouts` takes the samples out of it, each beside the log's `eval`."""
-    header, sample = value_at(fields, "eval"), value_at(fields, "sample")
-    if not isinstance(sample, Mapping) or not isinstance(header, Mapping):
-        raise RowError("wrong_type", "sample", "a sample and `eval` must be objects")
-    output = sample.get("output")
-    choices = output.get("choices") if isinstance(output, Mapping) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(output, Mapping) or not isinstance(choice, Mapping):
-        raise RowError("no_answer", "output.choices", "holds no answer: the sample failed, or was not reached")
-    usage = output.get("usage")
-    scores = sample.get("scores")
-    stated = [*scores.values()] if isinstance(scores, Mapping) else []
-    # Of several scorers none is the verdict.
-    value = stated[0].get("value") if len(stated) == 1 and isinstance(stated[0], Mapping) else None
-    text = _inspect_text(value_at(choice, "message", "content"))
-    num_tokens = count_in(usage.get("output_tokens")) if isinstance(usage, Mapping) else None
-    score = _INSPECT_GRADES.get(value) if isinstance(value, str) else score_in(value)
-    answer = StatedAnswer(
-        text=text,
-        num_tokens=num_tokens,
-        score=score,
-        finish_reason=_INSPECT_ENDS.get(str(choice.get("stop_reason"))),
-    )
-    name = first_text(sample, "id")
-    return AnswerRow(
-        question=user_message(sample, "input") if isinstance(sample.get("input"), list) else text_at(sample, "input"),
-        reference=_inspect_reference(sample),
-        answers=(answer,),
-        problem=name,
-        row=row_name("sample", name) and f"sample {name}, epoch {first_text(sample, 'epoch')}",
-        model=first_text(header, "model"),
-        benchmark=first_text(header, "task"),
-    )
-
-
-def _inspect_reference(sample: Fields) -> Reference:
-    """Return the target, or the tests in the metadata: of a program the target is its solution, or what tests it.
-
-    Our own logs of other references than of math have only a description of them.
-    """
-    target, metadata = value_at(sample, "target"), sample.get("metadata")
-    known = metadata if isinstance(metadata, Mapping) else {}
-    if OTHER_REFERENCE in known:
-        return UnverifiableReference(domain=Domain(str(known[OTHER_REFERENCE])), why="Klear's logs have no tests")
-    if _PROGRAM_KEYS & known.keys():
-        return _programming_task({"canonical_solution": target, **known})[1]
-    return math_reference(target, "target")
-
-
-def _inspect_text(content: object) -> str:
-    """Return an answer of one text, or of parts; reasoning that came apart from it stands in think tags before it."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RowError("no_answer", "output.choices.0.message.content", "holds no text")
-    parts = [part for part in content if isinstance(part, Mapping)]  # none: the model answered nothing
-    thoughts = [str(part["reasoning"]) for part in parts if part.get("type") == "reasoning" and part.get("reasoning")]
-    texts = [str(part["text"]) for part in parts if part.get("type") == "text" and part.get("text")]
-    thought = "\n\n".join(thoughts)
-    return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n\n".join(texts)
-
-
 def _first_key(fields: Fields, *names: str) -> str:
     """Return the first of these keys that has a value; the first of all if none has, for the error to name it."""
     return next((name for name in names if fields.get(name) not in (None, "")), names[0])
@@ -519,6 +452,5 @@ READERS: dict[Layout, Callable[[Fields], AnswerRow]] = {
     "evalchemy": _evalchemy,
     "livecodebench": _livecodebench,
     "nemo-skills": _nemo_skills,
-    "inspect": _inspect,
     "rows": _plain_rows,
 }

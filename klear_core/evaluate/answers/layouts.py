@@ -43,6 +43,7 @@ from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadR
 from klear_core.types import Outcome, Verdict, domain_of, problem_id_of
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+_READERS = READERS | {"inspect": inspect_logs.sample_row}
 
 _JSON = (".json", ".json.gz", ".json.zst")
 _DATE = re.compile(r"_\d{4}-\d{2}-\d{2}T[\d.:-]+$")
@@ -68,7 +69,7 @@ def foreign_answers(
     found: Layout | Literal["mapped"]
     if places is None:
         found = _common_layout(files, layout)
-        read, rows_at = READERS[found], ""
+        read, rows_at = _READERS[found], ""
     else:
         found, read, rows_at = "mapped", partial(mapped_row, places=places), places.rows
     names = _benchmark_names(files, path, found)

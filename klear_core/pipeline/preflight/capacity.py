@@ -58,22 +58,14 @@ class DiskPart:
 
 
 def machine_problems(work: PendingWork) -> Iterator[str]:
-    """Yield a problem for each training that this machine has no processor or no library for."""
-    yield from _device_problems(work)
-    for stage in work.stages:
-        learner = stage.learner()
-        is_8bit = learner is not None and learner.training.optim.kind == "adamw_8bit"
-        if learner is not None and is_8bit and importlib.util.find_spec("torchao") is None:
-            yield f"{learner.key}.optim.kind = 'adamw_8bit': {NO_TORCHAO}"
-
-
-def _device_problems(work: PendingWork) -> Iterator[str]:
-    """Yield a problem for each engine whose `auto` device would be this machine's CPU, for a model too large for it.
-
-    Learners, and engines of RL, are checked where they are placed.
+    """Yield a problem for each training that this machine has no library for, and for each engine whose `auto` device
+    would be its CPU, for a model too large for it. Learners, and engines of RL, are checked where they are placed.
     """
     if not joins_a_cluster():
         yield from _devices_missing(work, has_gpu=_torch_sees_gpu)
+    for _, learner in work.trainings():
+        if learner.training.optim.kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            yield f"{learner.key}.optim.kind = 'adamw_8bit': {NO_TORCHAO}"
 
 
 def _devices_missing(work: PendingWork, *, has_gpu: Callable[[], bool]) -> Iterator[str]:
@@ -104,15 +96,14 @@ def pool_problems_on(nodes: Sequence[Node], work: PendingWork, *, elsewhere: boo
     """
     if elsewhere or joins_a_cluster():
         yield from _devices_missing(work, has_gpu=lambda: any(node.num_gpus for node in nodes))
-    sampling: dict[str, EvaluateConfig | TagConfig | LocalTeacherConfig | OpdRolloutsConfig | OpdTeacherConfig] = {}
-    # All models are evaluated with the settings of one section.
-    sampling |= {stage.section: job.evaluate for stage, job in work.pending(EvaluateJob)}
-    sampling |= {stage.section: job.tag for stage, job in work.pending(TagJob)}
-    for stage, distill_job in work.pending(DistillJob):
-        if isinstance(distill_job.distill.teacher, LocalTeacherConfig):
-            sampling[f"{stage.section}.teacher"] = distill_job.distill.teacher
-    sampling |= {f"{stage.section}.rollouts": job.rollouts for stage, job in work.pending(OpdRolloutsJob)}
-    sampling |= {f"{stage.section}.{job.teacher}": job.runtime for stage, job in work.pending(OpdScoresJob)}
+    sampling: dict[str, EvaluateConfig | TagConfig | LocalTeacherConfig | OpdRolloutsConfig | OpdTeacherConfig] = {
+        **{stage.section: job.evaluate for stage, job in work.pending(EvaluateJob)},  # one section for all models
+        **{stage.section: job.tag for stage, job in work.pending(TagJob)},
+        **{f"{stage.section}.rollouts": job.rollouts for stage, job in work.pending(OpdRolloutsJob)},
+        **{f"{stage.section}.{job.teacher}": job.runtime for stage, job in work.pending(OpdScoresJob)},
+    }
+    teachers = {f"{stage.section}.teacher": job.distill.teacher for stage, job in work.pending(DistillJob)}
+    sampling |= {key: teacher for key, teacher in teachers.items() if isinstance(teacher, LocalTeacherConfig)}
     gpus_of_nodes = [node.num_gpus for node in nodes]
     for section, cfg in sampling.items():
         if isinstance(cfg.engine, ServedModelConfig):

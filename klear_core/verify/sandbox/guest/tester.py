@@ -385,7 +385,7 @@ def _watch(tester, tree):
 
 
 def _as_script(source):
-    """Return the tree without its `from x import *` and main guards, whose bodies are kept; and what the imports bind."""
+    """Return the tree without `from x import *` and main guards, whose bodies are kept, and what the imports bind."""
     tree = ast.parse(source)
     stars, kept = {}, []
     for node in tree.body:
