@@ -12,17 +12,16 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import Shard, plan_shards, read_shards, work_shards, write_shard
-from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.opd import OpdRolloutsConfig
 from klear_core.errors import DataError, ResourceError
 from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.generate.factory import EngineSpec, LongestFirst, Sampler, StartSampler, running, start_here
 from klear_core.generate.pool import expect
-from klear_core.hf_config import FolderTokenizer, read_hf_config
+from klear_core.hf_config import FolderTokenizer
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.prompts import load_tokenizer, render_prompt
 from klear_core.seeding import seed_for
-from klear_core.train.base_model import model_folder, wanted_window
+from klear_core.train.base_model import engine_window, model_folder
 from klear_core.types import Completion, Domain, Problem, TrainSample
 
 ROLLOUTS = "rollouts"
@@ -54,9 +53,7 @@ def sample_rollouts(
     short enough.
     """
     folder = model_folder(model)
-    window = read_hf_config(folder).window(wanted_window(model))
-    if isinstance(cfg.engine, VllmEngineConfig) and cfg.engine.max_model_len is not None:
-        window = cfg.engine.max_model_len
+    window = engine_window(model, cfg.engine)
     render = partial(render_prompt, load_tokenizer(folder))
     chosen = choose_prompts(cfg, problems, render, seed=seed, window=window)
     answers: list[PlannedAnswer] = []

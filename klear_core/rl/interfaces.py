@@ -16,10 +16,9 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import EngineMismatchError, TrainingError
 from klear_core.generate.engine import SamplingParams, SleepingEngine, TrainableEngine, WeightSource
-from klear_core.hf_config import read_hf_config
 from klear_core.prompts import load_tokenizer, render_prompt
 from klear_core.seeding import seed_for
-from klear_core.train.base_model import model_folder, wanted_window
+from klear_core.train.base_model import engine_window, model_folder, wanted_window
 from klear_core.types import Completion, TrainSample
 from klear_core.verify import JudgePool
 
@@ -59,15 +58,6 @@ class RlSetup:
 
 
 STEP = "do the updates of an RL step"
-
-
-def window_of(setup: RlSetup) -> int:
-    """Return the positions that the engines have for a prompt and its answer."""
-    window = read_hf_config(model_folder(setup.model)).window(wanted_window(setup.model))
-    engine = setup.cfg.rollout.engine
-    if isinstance(engine, VllmEngineConfig) and engine.max_model_len is not None:
-        window = min(window, engine.max_model_len)
-    return window
 
 
 class LearnerHandle(ABC):
@@ -312,7 +302,7 @@ def _longest_prompt(setup: RlSetup, num_new: int) -> int:
     """Return the tokens before the last ones of the longest row that the stage trains on."""
     rollout = setup.cfg.rollout
     row = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
-    return min(row, window_of(setup)) - num_new
+    return min(row, engine_window(setup.model, setup.cfg.rollout.engine)) - num_new
 
 
 def _sample(prompt_ids: Sequence[int], completion: Completion) -> TrainSample:

@@ -36,7 +36,7 @@ from klear_core.metrics import METRICS_FILE, SILENT, Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import choose_problems, to_samples
-from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers, window_of
+from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, RolloutClient, StepRollouts, no_rewards
 from klear_core.rl.state import InlineEval, InlineEvals, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
@@ -44,7 +44,7 @@ from klear_core.rl.step_metrics import describe_answers, describe_groups, gather
 from klear_core.rl.stream import Curriculum, PromptStream
 from klear_core.scores import SHOWN_FILE, read_pass_rates
 from klear_core.stopping import StoppedEarly, checkpoint_first
-from klear_core.train.base_model import model_folder
+from klear_core.train.base_model import engine_window, model_folder
 from klear_core.types import Judge, PassRate, Problem, RewardValues, Scorer
 from klear_core.waits import TRACE_FILE, loop_watched, now, span, traced, waiting
 
@@ -143,7 +143,7 @@ async def run_rl(
                         seed=setup.seed,
                         engine_status=workers.status,
                         custom_rewards=extras.custom_rewards,
-                        window=window_of(setup),
+                        window=engine_window(setup.model, setup.cfg.rollout.engine),
                     )
                     rollouts = rollouts_of(setup.cfg, sampler, stream, state)
                     step_log = StepLog(setup.cfg, state, watch, shown=_shown_folder(setup))

@@ -20,6 +20,7 @@ from klear_core.artifacts.model_files import (
     repo_of,
     weight_files,
 )
+from klear_core.config.evaluate import LocalEngineConfig, VllmEngineConfig
 from klear_core.config.train import GgufModelConfig, HubModelConfig, ModelConfig, PublishedModel, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.gguf_checks import check_gguf
@@ -148,6 +149,15 @@ def wanted_window(artifact: Path) -> int | None:
         return None
     window: int | None = json.loads(pointer.read_text())["max_position_embeddings"]
     return window
+
+
+def engine_window(artifact: Path, engine: LocalEngineConfig) -> int:
+    """Return the positions that an engine has for a prompt and its answer with the model of an artifact."""
+    window = read_hf_config(model_folder(artifact)).window(wanted_window(artifact))
+    if not isinstance(engine, VllmEngineConfig):
+        return window
+    stretched = engine.stretched(window)
+    return stretched if engine.max_model_len is None else min(engine.max_model_len, stretched)
 
 
 def _make_tiny(cfg: TinyModelConfig, *, seed: int, folder: Path) -> StageSummary:
