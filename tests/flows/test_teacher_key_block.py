@@ -99,6 +99,7 @@ def test_the_key_in_a_block_and_the_address_of_a_webhook_reach_their_servers_and
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) > 30
     assert [file for file in files if any(secret.encode() in file.read_bytes() for secret in (KEY, HOOK))] == []
-    assert len(teacher.told) == 1
-    assert b"klear gc" in teacher.told[0]
-    assert not any(secret.encode() in teacher.told[0] for secret in (KEY, HOOK))
+    refused, too_full = teacher.told
+    assert b"Prefect has no such block" in refused
+    assert b"klear gc" in too_full
+    assert not any(secret.encode() in told for told in teacher.told for secret in (KEY, HOOK))
