@@ -62,7 +62,7 @@ class Sweeper:
         self._pool = pool
         self._say = say
         self._connect = connect
-        self._watch = Watch()
+        self._quiet = QuietTimes()
         self._is_greeted = False
         self._trouble = ""
 
@@ -71,7 +71,7 @@ class Sweeper:
         try:
             self._try()
         except Exception as e:  # noqa: BLE001  see the docstring; what is no outage is logged with its traceback
-            self._watch.forget()
+            self._quiet.forget()
             self._report(e)
             return
         if self._trouble:
@@ -83,7 +83,7 @@ class Sweeper:
             if not self._is_greeted:
                 self._say(_greeting(client, self._pool))
                 self._is_greeted = True
-            sweep(client, self._pool, self._watch, self._say)
+            sweep(client, self._pool, self._quiet, self._say)
 
     def _report(self, error: Exception) -> None:
         """Report an error, unless it continues the trouble of the sweep before."""
@@ -110,21 +110,21 @@ def is_outage(error: Exception) -> bool:
     return isinstance(error, httpx.RequestError)
 
 
-def sweep(client: SyncPrefectClient, pool: str, watch: Watch, say: Say) -> None:
+def sweep(client: SyncPrefectClient, pool: str, quiet: QuietTimes, say: Say) -> None:
     """Check every unfinished or crashed run of the pool once, and change the state of those that need it."""
     runs = _runs_of(client, pool)
-    quiet_s = watch.look(runs, now_s=time.monotonic())
+    quiet_s = quiet.look(runs, now_s=time.monotonic())
     for run in runs:
-        verdict = verdict_on(run, quiet_s=quiet_s[run.run_id])
-        if verdict is not None:
-            _carry_out(client, run, verdict, say)
+        new_state = new_state_of(run, quiet_s=quiet_s[run.run_id])
+        if new_state is not None:
+            _carry_out(client, run, new_state, say)
 
 
-def _carry_out(client: SyncPrefectClient, run: SeenRun, verdict: Verdict, say: Say) -> None:
-    action = f"{run.name} {run.run_id}: {run.state} -> {verdict.state}: {verdict.why}"
+def _carry_out(client: SyncPrefectClient, run: SeenRun, new_state: NewState, say: Say) -> None:
+    action = f"{run.name} {run.run_id}: {run.state} -> {new_state.state}: {new_state.why}"
     try:
         # Without force the server rejects the change if the run has ended meanwhile. A crashed run has ended already.
-        result = client.set_flow_run_state(run.run_id, _state_of(verdict), force=run.state == "CRASHED")
+        result = client.set_flow_run_state(run.run_id, _state_of(new_state), force=run.state == "CRASHED")
     except (httpx.HTTPStatusError, PrefectException) as e:  # concerns this run only; continue with the others
         say(f"{action}; not done: {type(e).__name__}: {e}")
         return
@@ -134,14 +134,14 @@ def _carry_out(client: SyncPrefectClient, run: SeenRun, verdict: Verdict, say: S
     say(action + refused)
 
 
-def _state_of(verdict: Verdict) -> State[None]:
+def _state_of(new_state: NewState) -> State[None]:
     make = {
         "CRASHED": states.Crashed,
         "CANCELLED": states.Cancelled,
         "RETRY": states.AwaitingRetry,
         "FAILED": states.Failed,
     }
-    return make[verdict.state](message=f"{verdict.why} (klear sweep)")
+    return make[new_state.state](message=f"{new_state.why} (klear sweep)")
 
 
 def _greeting(client: SyncPrefectClient, pool: str) -> str:
@@ -176,7 +176,7 @@ def _seen(client: SyncPrefectClient, run: FlowRun) -> SeenRun:
     assert run.state is not None, "the filter asks for states"
     heartbeat: UUID | None = None
     history: tuple[Change, ...] = ()
-    # Each is a request per run and sweep, and only one of the two decides (see `verdict_on`).
+    # Each is a request per run and sweep, and only one of the two decides (see `new_state_of`).
     if run.state.is_crashed():
         history = _history(client, run.id)
     else:
@@ -257,14 +257,14 @@ class SeenRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class NewState:
     """The state that a run must get, and the reason."""
 
     state: Literal["CRASHED", "CANCELLED", "RETRY", "FAILED"]
     why: str
 
 
-class Watch:
+class QuietTimes:
     """Measures how long each run has not changed, counting only time in which the server answered."""
 
     def __init__(self) -> None:
@@ -290,17 +290,17 @@ class Watch:
         self._unchanged.clear()
 
 
-def verdict_on(run: SeenRun, *, quiet_s: float) -> Verdict | None:
+def new_state_of(run: SeenRun, *, quiet_s: float) -> NewState | None:
     """Return the state that a run without a change for `quiet_s` must get; None to leave it as it is."""
     patience_s = START_S if run.heartbeat is None else SILENT_S
     match run.state:
         case "PENDING":
-            return Verdict(state="CRASHED", why=f"not started within {START_S:.0f} s") if quiet_s > START_S else None
+            return NewState(state="CRASHED", why=f"not started within {START_S:.0f} s") if quiet_s > START_S else None
         case "RUNNING":
             why = f"no heartbeat for {patience_s:.0f} s"
-            return Verdict(state="CRASHED", why=why) if quiet_s > patience_s else None
+            return NewState(state="CRASHED", why=why) if quiet_s > patience_s else None
         case "CANCELLING":  # SILENT_S even before the first heartbeat: cancelling needs no imports
-            return Verdict(state="CANCELLED", why=f"no heartbeat for {SILENT_S:.0f} s") if quiet_s > SILENT_S else None
+            return NewState(state="CANCELLED", why=f"no heartbeat for {SILENT_S:.0f} s") if quiet_s > SILENT_S else None
         case "CRASHED":
             is_due = quiet_s >= SETTLE_S and run.state_age_s < RECENT_S
             return _after_crash(run.history) if is_due else None
@@ -308,18 +308,18 @@ def verdict_on(run: SeenRun, *, quiet_s: float) -> Verdict | None:
             assert_never(run.state)
 
 
-def _after_crash(history: Sequence[Change]) -> Verdict:
+def _after_crash(history: Sequence[Change]) -> NewState:
     attempts = _attempts(history)
     if attempts and any(change.state == "CANCELLING" for change in attempts[-1]):
-        return Verdict(state="CANCELLED", why="crashed while it was being cancelled")
+        return NewState(state="CANCELLED", why="crashed while it was being cancelled")
     num_crashes = _crashes_in_a_row(attempts)
     if num_crashes >= MAX_CRASHES:
-        return Verdict(state="FAILED", why=f"crashed {num_crashes} times in a row; its log, or the worker's, says why")
+        return NewState(state="FAILED", why=f"crashed {num_crashes} times in a row; its log, or the worker's, says why")
     if len(attempts) >= MAX_ATTEMPTS:
-        return Verdict(
+        return NewState(
             state="FAILED", why=f"crashed in attempt {len(attempts)}, and {MAX_ATTEMPTS} are allowed; its log says why"
         )
-    return Verdict(state="RETRY", why=f"retried after a crash, attempt {len(attempts) + 1}")
+    return NewState(state="RETRY", why=f"retried after a crash, attempt {len(attempts) + 1}")
 
 
 def _attempts(history: Sequence[Change]) -> list[list[Change]]:

@@ -58,10 +58,10 @@ class ContinuousRollouts:
     """Fill one step after the other with informative groups, as `Lookahead` does in rounds."""
 
     def __init__(
-        self, sampler: RolloutClient, stream: PromptStream, cfg: RlConfig, *, step: int, again: Sequence[int] = ()
+        self, client: RolloutClient, stream: PromptStream, cfg: RlConfig, *, step: int, again: Sequence[int] = ()
     ) -> None:
         """`step` is the next step to fill and the version of the engines; `again` are positions to sample first."""
-        self._sampler = sampler
+        self._client = client
         self._stream = stream
         self._cfg = cfg
         # Versions count finished steps, so step s starts with engines of version s.
@@ -98,7 +98,7 @@ class ContinuousRollouts:
         Raise TrainingError if no answer is sampled or judged for `stall_timeout_s`, or the error of any answer.
         """
         # A watch of this wait alone: the time in which the learner updated is no stall.
-        watch = StallWatch(self._sampler)
+        watch = StallWatch(self._client)
         while self._error is None:
             if self._can_fill():
                 return await self._fill()
@@ -119,7 +119,7 @@ class ContinuousRollouts:
             if self._open and self._num_in_flight + rollout.samples_per_group > num_requests:
                 return
             item = self._stream.at(self._again.pop(0)) if self._again else self._stream.take(1)[0]
-            prompt_ids = self._sampler.prompt(item)
+            prompt_ids = self._client.prompt(item)
             if item.pool is not None:
                 self._drops.count(POOL_UNIT, item.pool)
             if prompt_ids is None:
@@ -174,11 +174,11 @@ class ContinuousRollouts:
         self._begin_groups()
 
     async def _rollout(self, item: StreamItem, prompt_ids: tuple[int, ...], sample_idx: int) -> Rollout:
-        completion = await self._sampler.sample(item, prompt_ids, sample_idx)
+        completion = await self._client.sample(item, prompt_ids, sample_idx)
         # Answers that are being judged do not count as in flight, so that engines continue meanwhile.
         self._num_in_flight -= 1
         self._begin_groups()
-        return await self._sampler.judge(item, prompt_ids, completion)
+        return await self._client.judge(item, prompt_ids, completion)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         """Keep the error of a group for `next`, because nothing awaits its task."""

@@ -89,9 +89,9 @@ class LearnerHandle(ABC):
         """Do one RL step and return its metrics."""
         return await self.call(STEP, lambda learner, samples: learner.step(samples), samples)
 
-    async def distance(self, samples: Sequence[TrainSample]) -> float:
+    async def logp_error(self, samples: Sequence[TrainSample]) -> float:
         """Return the largest mean distance of a sample's log-probs from the sampler's, in nats."""
-        return await self.call("compute log-probs", lambda learner, samples: learner.distance(samples), samples)
+        return await self.call("compute log-probs", lambda learner, samples: learner.logp_error(samples), samples)
 
     async def weights(self) -> WeightSource:
         """Return the current weights, for the engine's `load_weights`."""
@@ -239,10 +239,10 @@ async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: R
     if cfg.rollout.sleeps_between_rollouts:
         assert isinstance(engine, SleepingEngine), type(engine)
         await engine.sleep()
-    distance = await learner.distance([_sample(*answered) for answered in completions])
+    error = await learner.logp_error([_sample(*answered) for answered in completions])
     dtypes = {cfg.dtype, cfg.rollout.engine.dtype}
     allowed = TOLERANCES["bfloat16" if "bfloat16" in dtypes else "float32"]
-    if distance <= allowed:  # false for NaN
+    if error <= allowed:  # false for NaN
         return ""
     engine_cfg = cfg.rollout.engine
     is_refused = cfg.runtime.engine_check == "refuse"
@@ -252,7 +252,7 @@ async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: R
     else:
         allowed_note = "they may have other weights, positions or temperatures"
     note = (
-        f"the engine's log-probs are {distance:.3g} nats per token from the learner's on the initial model, and "
+        f"the engine's log-probs are {error:.3g} nats per token from the learner's on the initial model, and "
         f"{allowed:g} are allowed: {allowed_note}"
     )
     if is_refused:

@@ -170,7 +170,7 @@ class Learner:
         return outputs
 
     @torch.no_grad()
-    def distance(self, samples: Sequence[TrainRow]) -> float:
+    def logp_error(self, samples: Sequence[TrainRow]) -> float:
         """Return the largest of the samples' mean distances from the sampler's log-probs, in nats (collective call)."""
         packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         # One sum for each sample, in float64 because most distances are near 0.

@@ -39,7 +39,15 @@ from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, RolloutClient, StepRollouts, no_rewards
-from klear_core.rl.state import InlineEval, InlineEvals, OpenInlineEval, RlState, Watch, no_inline_eval, ratios_one_note
+from klear_core.rl.state import (
+    CollapseGuard,
+    InlineEval,
+    InlineEvals,
+    OpenInlineEval,
+    RlState,
+    no_inline_eval,
+    ratios_one_note,
+)
 from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
 from klear_core.rl.stream import Curriculum, PromptStream
 from klear_core.scores import SHOWN_FILE, read_pass_rates
@@ -122,7 +130,7 @@ async def run_rl(
 ) -> RlState:
     """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
     extras = extras or Extras()
-    watch = Watch(setup.cfg, telemetry, setup.workdir / METRICS_FILE)
+    guard = CollapseGuard(setup.cfg, telemetry, setup.workdir / METRICS_FILE)
     try:
         async with extras.open_teacher() as teacher:
             # Both spend seconds on imports, so they run concurrently.
@@ -135,7 +143,7 @@ async def run_rl(
                     learner_notes = await learner.notes()
                     # Stream and collector are rebuilt after a loss: prompts continue where the checkpoint left off.
                     stream = stream_of(setup, problems, extras.pass_rates, state)
-                    sampler = RolloutClient(
+                    client = RolloutClient(
                         engine,
                         judge,
                         tokenizer,
@@ -145,14 +153,14 @@ async def run_rl(
                         custom_rewards=extras.custom_rewards,
                         window=engine_window(setup.model, setup.cfg.rollout.engine),
                     )
-                    rollouts = rollouts_of(setup.cfg, sampler, stream, state)
-                    step_log = StepLog(setup.cfg, state, watch, shown=_shown_folder(setup))
-                    async with InlineEvals(extras.inline_eval, watch, setup.cfg, workdir=setup.workdir) as evals:
+                    rollouts = rollouts_of(setup.cfg, client, stream, state)
+                    step_log = StepLog(setup.cfg, state, guard, shown=_shown_folder(setup))
+                    async with InlineEvals(extras.inline_eval, guard, setup.cfg, workdir=setup.workdir) as evals:
                         with loop_watched("engines, ranks and judges wait for it"):
                             await run_steps(setup.cfg, learner, engine, rollouts, step_log, evals, teacher)
                     # Again for a run that was stopped in its last step, and has none left to take.
                     step_log.check()
-                    state.notes = (*learner_notes, *watch.notes())
+                    state.notes = (*learner_notes, *guard.notes())
                     if not (setup.workdir / "model").exists():  # else the run was killed after its export
                         await learner.export(setup.workdir / "model")
                 except LearnerLost as lost:
@@ -207,7 +215,7 @@ async def run_steps(
             # After `log`, so that the checkpoint includes this step's counts.
             is_last = state.step == cfg.num_steps or stopping.is_asked()
             if state.step % cfg.runtime.checkpoint.every_steps == 0 or is_last:
-                await asyncio.to_thread(step_log.keep)
+                await asyncio.to_thread(step_log.share)
                 await learner.save(state.counters())
             if is_last and state.step < cfg.num_steps:
                 await learner.finish_save()
@@ -234,11 +242,11 @@ class Phases:
 class StepLog:
     """Count, describe and log the steps of a run."""
 
-    def __init__(self, cfg: RlConfig, state: RlState, watch: Watch, *, shown: Path) -> None:
+    def __init__(self, cfg: RlConfig, state: RlState, guard: CollapseGuard, *, shown: Path) -> None:
         """`shown` is the folder for a few steps' answers."""
         self.state = state
         self._cfg = cfg
-        self._watch = watch
+        self._guard = guard
         self._shown_folder = shown
 
     def log(
@@ -251,20 +259,20 @@ class StepLog:
         metrics = update | describe_groups(collected.groups, collected.drops) | describe_answers(collected.groups, cfg)
         metrics |= speed(collected, update, seconds)
         count_step(state, metrics, collected, minibatches_per_step=cfg.minibatches_per_step)
-        self._watch.log(metrics, step=state.step)
-        self._watch.progress(state.step, cfg.num_steps, f"pass rate {state.pass_rate:.2f}")
+        self._guard.log(metrics, step=state.step)
+        self._guard.progress(state.step, cfg.num_steps, f"pass rate {state.pass_rate:.2f}")
         is_last = state.step == cfg.num_steps
         if is_last or (state.step - 1) % math.ceil(cfg.num_steps / _NUM_SHOWN) == 0:
             save_shown(self._shown_folder, collected.groups, cfg, step=state.step)
 
-    def keep(self) -> None:
+    def share(self) -> None:
         """Send what was logged to the shared store, if there is one, for a node that goes on after this one."""
         send_work(self._shown_folder)
 
     def check(self) -> None:
         """Raise CollapseError if answers degenerate, DataError if hardly any group was trained on, once there are
         enough steps to tell."""
-        self._watch.check(self.state.step)
+        self._guard.check(self.state.step)
         if self.state.step >= _CHECK_FROM_STEP:
             check_trained_share(self.state, self._cfg.runtime.informative, shown=self._shown_folder)
 
@@ -359,12 +367,12 @@ def stream_of(
 
 
 def rollouts_of(
-    cfg: RlConfig, sampler: RolloutClient, stream: PromptStream, state: RlState
+    cfg: RlConfig, client: RolloutClient, stream: PromptStream, state: RlState
 ) -> Lookahead | ContinuousRollouts:
     """Return the groups of all remaining steps, in rounds, delayed or continuously."""
     if cfg.rollout.mode == "continuous":
-        return ContinuousRollouts(sampler, stream, cfg, step=state.step, again=state.unfinished)
-    collector = Collector(sampler, stream, cfg)
+        return ContinuousRollouts(client, stream, cfg, step=state.step, again=state.unfinished)
+    collector = Collector(client, stream, cfg)
     # Version v permits the batch of step v + depth. So no answer is more than `max_staleness` versions old.
     return Lookahead(
         collector.collect,

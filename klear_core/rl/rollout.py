@@ -172,28 +172,28 @@ class RolloutClient:
 
 
 class StallWatch:
-    """Notice that a sampler has finished nothing for its stall timeout."""
+    """Notice that the engines have finished nothing for its stall timeout."""
 
-    def __init__(self, sampler: RolloutClient) -> None:
-        self._sampler = sampler
+    def __init__(self, client: RolloutClient) -> None:
+        self._client = client
         # The count when it last changed, and the time at which that was seen.
-        self._seen, self._seen_at = sampler.num_finished_requests, now()
+        self._seen, self._seen_at = client.num_finished_requests, now()
         self._silence = Silence()
 
     @property
     def check_s(self) -> float:
         """Return the seconds to wait between two checks."""
-        return min(self._sampler.stall_timeout_s / _CHECKS_PER_TIMEOUT, self._silence.check_s)
+        return min(self._client.stall_timeout_s / _CHECKS_PER_TIMEOUT, self._silence.check_s)
 
     def check(self) -> None:
         """Raise TrainingError if there was no progress for the stall timeout; before that, name what is pending."""
         # First: answers may have come since the last check, which is made only where a wait for them has timed out.
-        if self._seen != self._sampler.num_finished_requests:
-            self._seen, self._seen_at = self._sampler.num_finished_requests, now()
+        if self._seen != self._client.num_finished_requests:
+            self._seen, self._seen_at = self._client.num_finished_requests, now()
         silent_s = now() - self._seen_at
-        self._silence.check(silent_s, self._sampler.pending)
-        if silent_s >= self._sampler.stall_timeout_s:
-            raise self._sampler.stall_error(self._sampler.stall_timeout_s)
+        self._silence.check(silent_s, self._client.pending)
+        if silent_s >= self._client.stall_timeout_s:
+            raise self._client.stall_error(self._client.stall_timeout_s)
 
 
 def _ago(what: str, at: float | None) -> str:
@@ -203,8 +203,8 @@ def _ago(what: str, at: float | None) -> str:
 class Collector:
     """Sample prompts in rounds until a step has enough informative groups or `max_rounds` is reached."""
 
-    def __init__(self, sampler: RolloutClient, stream: PromptStream, cfg: RlConfig) -> None:
-        self._sampler = sampler
+    def __init__(self, client: RolloutClient, stream: PromptStream, cfg: RlConfig) -> None:
+        self._client = client
         self._stream = stream
         self._cfg = cfg
 
@@ -251,7 +251,7 @@ class Collector:
         """
         round_ = _Round(self._cfg, num_wanted)
         for item in items:
-            prompt_ids = self._sampler.prompt(item)
+            prompt_ids = self._client.prompt(item)
             if item.pool is not None:
                 drops.count(POOL_UNIT, item.pool)
             if prompt_ids is None:
@@ -269,8 +269,8 @@ class Collector:
         return groups
 
     async def _rollout(self, item: StreamItem, prompt_ids: tuple[int, ...], sample_idx: int) -> Rollout:
-        completion = await self._sampler.sample(item, prompt_ids, sample_idx)
-        return await self._sampler.judge(item, prompt_ids, completion)
+        completion = await self._client.sample(item, prompt_ids, sample_idx)
+        return await self._client.judge(item, prompt_ids, completion)
 
     async def _wait_for_all(self, tasks: Sequence[asyncio.Task[Rollout]]) -> None:
         """Wait for all tasks, and raise the first failure.
@@ -278,7 +278,7 @@ class Collector:
         Raise TrainingError after `stall_timeout_s` without progress.
         """
         pending: set[asyncio.Task[Rollout]] = set(tasks)
-        watch = StallWatch(self._sampler)
+        watch = StallWatch(self._client)
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=watch.check_s, return_when=asyncio.FIRST_EXCEPTION)

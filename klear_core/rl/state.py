@@ -200,7 +200,7 @@ _WARNING = {
 """Shares that only warn: the metric, and what its answers do."""
 
 
-class Watch:
+class CollapseGuard:
     """A telemetry that remembers what it passes on, stops a stage whose answers degenerate, and warns of other ends."""
 
     def __init__(self, cfg: RlConfig, telemetry: Telemetry, metrics_file: Path) -> None:

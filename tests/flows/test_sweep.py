@@ -16,11 +16,11 @@ from flows.sweep import (
     SILENT_S,
     START_S,
     Change,
+    QuietTimes,
     SeenRun,
     StateType,
     Sweeper,
-    Watch,
-    verdict_on,
+    new_state_of,
 )
 
 RUN = UUID(int=1)
@@ -62,20 +62,20 @@ def parsed(history: str) -> list[tuple[str, float]]:
 
 
 def after_crash(history: str, *, quiet_s: float = SETTLE_S, age_s: float = SETTLE_S) -> str | None:
-    verdict = verdict_on(seen("CRASHED", heartbeat=None, age_s=age_s, history=history), quiet_s=quiet_s)
+    verdict = new_state_of(seen("CRASHED", heartbeat=None, age_s=age_s, history=history), quiet_s=quiet_s)
     return None if verdict is None else verdict.state
 
 
 def swept(runs: list[SeenRun | None], *, gap_s: float = EVERY_S) -> list[str | None]:
     """The verdicts of sweeps at even times; None is a sweep in which the server does not answer."""
-    watch, found = Watch(), []
+    watch, found = QuietTimes(), []
     for sweep, run in enumerate(runs):
         if run is None:
             watch.forget()
             found.append(None)
             continue
         quiet_s = watch.look([run], now_s=1000.0 + sweep * gap_s)[RUN]
-        verdict = verdict_on(run, quiet_s=quiet_s)
+        verdict = new_state_of(run, quiet_s=quiet_s)
         found.append(None if verdict is None else verdict.state)
     return found
 
@@ -129,7 +129,7 @@ def test_a_run_whose_process_died_before_it_could_be_cancelled_is_cancelled():
 
 
 def test_runs_do_not_disturb_each_other():
-    watch, other = Watch(), uuid4()
+    watch, other = QuietTimes(), uuid4()
     for now_s in range(0, 200, 5):
         alive = SeenRun(
             run_id=other, name="b", state="RUNNING", state_id=UUID(int=9), state_age_s=0, heartbeat=UUID(int=10 + now_s)

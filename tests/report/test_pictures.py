@@ -19,7 +19,7 @@ from klear_core.metrics import SILENT
 from klear_core.report import charts
 from klear_core.report.charts import Series, line_chart
 from klear_core.report.run.build import page_template
-from klear_core.rl.state import Watch
+from klear_core.rl.state import CollapseGuard
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "when_a_run_goes_wrong.md").read_text()
@@ -111,14 +111,14 @@ def test_the_picture_of_smol_shows_its_runs() -> None:
 
 @pytest.mark.parametrize("name", [*SHARES, *NUMBERS])
 def test_the_page_quotes_what_the_run_said(name: str, tmp_path: Path) -> None:
-    """The metrics of the run, told again to a watch with the default limits, give the quoted stop or warning."""
-    watch = Watch(RlConfig(), SILENT, tmp_path / "none")
+    """The metrics of the run, told again to a guard with the default limits, give the quoted stop or warning."""
+    guard = CollapseGuard(RlConfig(), SILENT, tmp_path / "none")
     said: set[str] = set()
     for step, row in RUNS[name].items():
-        watch.log({f"rl/{metric}": value for metric, value in row.items()}, step=step)
-        said |= {f"step {step}: {note}" for note in watch.notes()}
+        guard.log({f"rl/{metric}": value for metric, value in row.items()}, step=step)
+        said |= {f"step {step}: {note}" for note in guard.notes()}
         try:
-            watch.check(step)
+            guard.check(step)
         except CollapseError as stop:
             said.add(str(stop))
             break

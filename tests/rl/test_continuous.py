@@ -280,9 +280,9 @@ def test_a_pause_after_many_answers_is_no_silence(caplog: pytest.LogCaptureFixtu
             return "the engine"
 
     async def watched() -> None:
-        watch = StallWatch(Busy())
+        watch = StallWatch(busy := Busy())
         await asyncio.sleep(90)
-        watch._sampler.num_finished_requests = 40
+        busy.num_finished_requests = 40
         await asyncio.sleep(15)
         watch.check()
         assert caplog.messages == []

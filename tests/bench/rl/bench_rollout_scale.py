@@ -42,7 +42,7 @@ from klear_core.generate.model_size import engine_fit, known_size
 from klear_core.metrics import METRICS_FILE, NullTelemetry
 from klear_core.rl.loop import StepLog, rollouts_of, run_steps
 from klear_core.rl.rollout import RolloutClient
-from klear_core.rl.state import InlineEvals, RlState, Watch
+from klear_core.rl.state import CollapseGuard, InlineEvals, RlState
 from klear_core.rl.stream import PromptStream
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
@@ -247,7 +247,7 @@ async def _simulate(setup: Setup, folder: Path, costs: HostCosts) -> list[dict[s
     await engines.start()
     sampler = RolloutClient(engines, judges.judge, SimulatedTokenizer(), cfg, seed=0, engine_status=lambda: "engines")
     rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), state)
-    step_log = StepLog(cfg, state, Watch(cfg, probe, folder / METRICS_FILE), shown=folder / "shown")
+    step_log = StepLog(cfg, state, CollapseGuard(cfg, probe, folder / METRICS_FILE), shown=folder / "shown")
     with suppress(_Measured):
         await run_steps(cfg, learner, engines, rollouts, step_log, InlineEvals(None, probe, cfg, workdir=folder))
     return _entries(setup, probe, judges, learner, engines, driver)

@@ -15,7 +15,7 @@ from klear_core.config.rewards import RewardConfig
 from klear_core.config.rl import BadAnswerLimits, RlConfig, RlRuntime
 from klear_core.errors import CollapseError
 from klear_core.metrics import METRICS_FILE, SILENT, MetricsFile
-from klear_core.rl.state import Watch
+from klear_core.rl.state import CollapseGuard
 from klear_core.rl.step_metrics import describe_answers, ends_in_loop
 from klear_core.types import Completion, FinishReason, Outcome, Rollout, RolloutGroup, Verdict
 
@@ -132,9 +132,9 @@ FINE = {
 
 def watch(
     tmp_path: Path, later: Mapping[str, float], *, start: Mapping[str, float] | None = None, cfg: RlConfig = TAGGED
-) -> Watch:
+) -> CollapseGuard:
     """A run of five steps like `start`, then five like `later`."""
-    watched = Watch(cfg, SILENT, tmp_path / METRICS_FILE)
+    watched = CollapseGuard(cfg, SILENT, tmp_path / METRICS_FILE)
     for step in range(1, 11):
         watched.log({**FINE, **(start or {}), **(later if step > 5 else {})}, step=step)
     return watched
@@ -221,7 +221,7 @@ def test_a_run_that_resumes_remembers_its_first_steps(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / METRICS_FILE)
     for step in range(1, 8):
         file.append(FINE, step=step)
-    watched = Watch(TAGGED, SILENT, file.path)
+    watched = CollapseGuard(TAGGED, SILENT, file.path)
     for step in range(6, 11):  # the sixth and seventh are repeated after a restart
         watched.log(FINE | {"rl/answers/empty_frac": 0.9}, step=step)
     with pytest.raises(CollapseError, match="step 10"):
@@ -232,7 +232,7 @@ def test_steps_after_the_checkpoint_that_a_run_resumes_from_count_for_nothing(tm
     file = MetricsFile(tmp_path / METRICS_FILE)
     for step in range(1, 16):
         file.append(FINE | ({"rl/answers/empty_frac": 0.9} if step > 10 else {}), step=step)
-    Watch(TAGGED, SILENT, file.path).check(10)
+    CollapseGuard(TAGGED, SILENT, file.path).check(10)
 
 
 # ---- stage ----
