@@ -1,6 +1,6 @@
 """Define the records that flow through Klear. Importing this loads nothing heavy.
 
-Axis letters used with tensors and ragged lists: B rows, T tokens, G samples of one prompt, P prompts, H hidden, V
+Axis letters used with tensors and ragged lists: R rows, T tokens, G samples of one prompt, P prompts, H hidden, V
 vocabulary.
 """
 
@@ -490,6 +490,7 @@ class EvalSample:
     benchmark: str
     problem_id: str
     question: str
+    """As it was asked: in the benchmark's prompt, or in a template."""
     difficulty: Difficulty
     decoding: Literal["sampled", "greedy"]
     sample_idx: int

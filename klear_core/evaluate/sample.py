@@ -119,7 +119,7 @@ def read_suite(
 def plan_answers(
     cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path, template: str = ""
 ) -> list[Shard[PlannedAnswer]]:
-    """Return all answers to sample for a benchmark's questions, plain or in a template, problem by problem in shards.
+    """Return all answers to judge for a benchmark's questions, plain or in a template, problem by problem in shards.
 
     Greedy answers are to the plain questions alone.
     """
@@ -153,7 +153,7 @@ def _with_earlier(answer: PlannedAnswer, cfg: EvaluateConfig, earlier: EarlierAn
 
 
 def plan_suite(cfg: EvaluateConfig, suite: Sequence[Benchmark], workdir: Path) -> list[Shard[PlannedAnswer]]:
-    """Return all answers to sample for all benchmarks and templates, cut into shards."""
+    """Return all answers to judge for all benchmarks and templates, cut into shards."""
     shards: list[Shard[PlannedAnswer]] = []
     for benchmark in suite:
         for template in ("", *cfg.templates):
@@ -239,7 +239,7 @@ class EngineAnswerer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSetup:
-    """Name what answers and judges in an evaluation; tests pass fakes for them."""
+    """What answers and judges in an evaluation."""
 
     answerer: Answerer
     judge: Judge
@@ -294,7 +294,10 @@ class AnswerWorker:
         return dataclasses.replace(sample, verdict=await self.setup.judge(problem, sample.response))
 
     async def work(self, _shard: Shard[PlannedAnswer], planned: PlannedAnswer) -> EvalSample | None:
-        """Sample one answer and judge it; None if the server gave none, so that a later run asks again."""
+        """Judge one answer, sampled unless an earlier evaluation has it; None if the server gave none.
+
+        A later run asks again then.
+        """
         params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
         # All benchmarks are one queue, so that the engine runs empty only at the end of the last one.
         key = (planned.benchmark, planned.problem.problem_id)

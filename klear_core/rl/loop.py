@@ -93,7 +93,7 @@ def train_rl(
     `open_teacher` what `distill` learns from.
 
     Raise ConfigError for `distill` without a teacher, DataError if the domain has no problems or almost no group is
-    informative, CollapseError if most answers become useless, TrainingError if sampling makes no progress, too many
+    trained on, CollapseError if most answers become useless, TrainingError if sampling makes no progress, too many
     updates are skipped or too many workers are lost.
     """
     cfg, workdir = setup.cfg, setup.workdir
@@ -196,7 +196,7 @@ async def run_steps(
                 oldest = step - cfg.max_staleness
                 samples = to_samples(collected.kept, cfg, oldest_allowed=oldest)
                 rows = samples.rows if teacher is None else await teacher(samples.rows)
-                # No request is running now: the config refuses sleeping engines that sample while the learner works,
+                # No rollout is running now: the config refuses sleeping engines that sample while the learner works,
                 # and in mode `delayed` `Lookahead.next` has waited for all batches.
                 if sleeper is not None:
                     await evals.finish()
@@ -297,7 +297,7 @@ def count_step(
 
 
 def check_trained_share(state: RlState, floor: YieldLimits, *, shown: Path) -> tuple[str, ...]:
-    """Return a warning if many groups were uninformative; raise DataError if nearly all were.
+    """Return a warning if many groups were not trained on; raise DataError if nearly all were not.
 
     `shown` is the folder of saved answers, of which the newest is the error's example.
     """

@@ -134,7 +134,8 @@ class TokenLoss:
     """Tokens with a positive advantage and a ratio above the clip range."""
     clipped_N: Tensor
     """Tokens whose weight the loss bounds, decays or removes: `low | high | dual`; in cispo for any sign of A, in gspo
-    and trm all tokens of a row; in m2po and dppo the masked ones. Also those that `max_negative_kl` masks."""
+    and trm all tokens of a row; in m2po and dppo the masked ones. Also those that `max_negative_kl` masks. In sapo only
+    those outside the range, which its weight ignores."""
     dual_N: Tensor
     """Tokens with a negative advantage capped by the dual clip; in aspo of both signs."""
     erc_N: Tensor

@@ -6,7 +6,8 @@ These invariants hold in both modes, rounds (here) and continuous (`continuous.p
 - An answer's seed follows from its position and index alone, its problem from the position, with a curriculum also from
   the groups of the steps before; so a resumed run asks the same again.
 - No token of an answer that is trained on is more than `max_staleness` versions of the weights old.
-- A failure of a judge or a reward function is never a reward: that answer leaves its group and is counted.
+- A failure of a judge or a reward function by itself is never a reward: that answer leaves its group and is counted.
+  One that an answer causes has the least value in its place (`with_failed_values`).
 - If nothing is sampled or judged for `stall_timeout_s`, the run ends with an error that says what is pending.
 """
 

@@ -53,7 +53,7 @@ class RlState:
     pass_rate: float = 0.0
     """Pass rate of the last step with a judged answer."""
     notes: tuple[str, ...] = ()
-    """Notes of the learner and of the watch for the manifest; not saved, since a run that resumes makes its own."""
+    """Notes of the learner and of the guard for the manifest; not saved, since a run that resumes makes its own."""
 
     def add_step(
         self,
@@ -126,7 +126,7 @@ class RlState:
         if self.steps_without_update:
             notes.append(
                 f"{self.steps_without_update} of {self.step} steps changed nothing: "
-                f"no informative group, or only skipped updates"
+                f"no group to train on, or only skipped updates"
             )
         if self.skipped_updates:
             notes.append(skipped_note(self.skipped_updates))
@@ -156,7 +156,7 @@ def ratios_one_note(minibatches_per_step: int) -> str:
     )
 
 
-# ---- watch ----
+# ---- collapse guard ----
 # Notice that a run goes wrong by comparing its last steps with its first. docs/when_a_run_goes_wrong.md has pictures.
 
 

@@ -44,7 +44,7 @@ from klear_core.types import TokenRow
 
 
 def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, flops: FlopCount) -> PackedBatch:
-    """Return this rank's micro-batches of a step's rows, with the work of a row as `flops` counts it.
+    """Return this rank's micro-batches of the rows of an update, with the work of a row as `flops` counts it.
 
     Prompts are shared on CPU only: no CUDA kernel supports it.
     """

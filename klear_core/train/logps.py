@@ -68,7 +68,7 @@ def fused_loss(
     max_logits: int | None = None,
     top_tokens: TopTokens | None = None,
 ) -> HeadOutput:
-    """Return a pointwise loss, its gradient formed in the same pass: 6NHV operations; recomputing logits takes 8NHV.
+    """Return the sum of a pointwise loss; its gradient forms in the same pass (6NHV operations; to recompute takes 8).
 
     `need_entropy` computes the entropy (for a metric or the loss); otherwise `loss_fn` gets NaN in its place.
     `max_logits` bounds the logits held at once; None picks by device.

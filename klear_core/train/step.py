@@ -61,7 +61,7 @@ class Updater:
         """Run forward and backward over all micro-batches, then one update at the rate of `step` (collective call).
 
         `heads` has one head per micro-batch. Their losses are summed over micro-batches and ranks, so each must divide
-        by counts of the complete step.
+        by counts of all rows of the update.
         """
         outputs = []
         for i, (micro, head) in enumerate(zip(batch.micro_batches, heads, strict=True), start=1):

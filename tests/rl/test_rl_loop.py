@@ -435,7 +435,7 @@ def test_steps_without_a_survivor_change_nothing_and_end_cleanly(
     assert telemetry.column("rl/groups/kept") == [0, 0, 0]
     assert state.steps_without_update == 3
     assert notes_of(state, rl_config()) == (
-        "3 of 3 steps changed nothing: no informative group, or only skipped updates",
+        "3 of 3 steps changed nothing: no group to train on, or only skipped updates",
     )
     assert warnings_in(caplog) == []
     (file,) = (base / "model").glob("*.safetensors")
