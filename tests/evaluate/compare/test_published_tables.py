@@ -84,7 +84,7 @@ def test_collapses_on_stale_samples_that_plan_warns_of_are_those_of_the_runs() -
 
 def test_the_published_reward_loses_on_each_seed_what_the_safe_one_gains() -> None:
     runs = {(r.variant, r.seed): r for r in read_cells(ROOT / "docs/data/smol_rewards.jsonl")}
-    assert Counter(variant for variant, seed in runs if runs[variant, seed].collapsed) == {"published": 3}
+    assert Counter(variant for variant, seed in runs if runs[variant, seed].collapsed) == {"published": 4}
     change = {key: run.result.after - (run.result.before or 0) for key, run in runs.items()}
     gains = [change[variant, seed] for variant, seed in runs if variant == "safe"]
     assert max(change[variant, seed] for variant, seed in runs if variant == "published") < 0 < min(gains)
@@ -92,7 +92,7 @@ def test_the_published_reward_loses_on_each_seed_what_the_safe_one_gains() -> No
     assert found.interval is not None
     shown = [f"{100 * value:.1f}" for value in (found.mean, found.interval.low, found.interval.high)]
     assert "{} points on average ({} to {})".format(*shown) in (ROOT / "docs/data/grids.md").read_text()
-    assert fisher_exact_p((3, 0), (4, 4)) == pytest.approx(1 / 7)
+    assert fisher_exact_p((4, 0), (5, 5)) == pytest.approx(1 / 21)
 
 
 def test_every_run_of_the_last_grid_of_stale_samples_ends_above_its_sft_model() -> None:
@@ -135,10 +135,10 @@ def test_the_share_below_the_range_is_small_in_runs_that_do_not_collapse() -> No
             if low is not None and not is_older and "gspo" not in run.variant:
                 found[run.seed, run.learning_rate, low, run.result.after] = (run.collapsed, low > 0.01)
     assert Counter(found.values()) == {
-        (False, False): 415,
+        (False, False): 416,
         (False, True): 2,
         (True, True): 41,
-        (True, False): 9,
+        (True, False): 10,
     }
 
 
