@@ -24,6 +24,7 @@ from sympy.logic.boolalg import BooleanAtom
 
 from klear_core.types import Outcome, Verdict
 from klear_core.verify.client import Fault, MathTask
+from klear_core.verify.math.variables import with_cases_apart
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning that its time limits, which ours replace, are off
 
@@ -98,12 +99,16 @@ def _scored(task: MathTask, found: str, score: float) -> Verdict:
 def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:
     """Return the (gold, answer) pairs of each alternative, all parsed: the answer is right if one is equal in full."""
     if task.comparison is None:
-        answer = tuple(map(_plain_symbols, parse(task.unboxed, parsing_timeout=None)))
-        return [[(_parse_boxed(gold), answer)] for gold in task.golds]
+        return [[_parse_unboxed(*with_cases_apart(gold, task.unboxed))] for gold in task.golds]
     alternatives: list[list[tuple[Parsed, Parsed]]] = []
     for pairs in task.comparison.alternatives:
-        alternatives.append([(_parse_boxed(pair.gold), _parse_boxed(pair.answer)) for pair in pairs])
+        apart = [with_cases_apart(pair.gold, pair.answer) for pair in pairs]
+        alternatives.append([(_parse_boxed(gold), _parse_boxed(answer)) for gold, answer in apart])
     return alternatives
+
+
+def _parse_unboxed(gold: str, sentence: str) -> tuple[Parsed, Parsed]:
+    return _parse_boxed(gold), tuple(map(_plain_symbols, parse(sentence, parsing_timeout=None)))
 
 
 # All samples of a problem are compared with the same references.

@@ -51,6 +51,13 @@ _SEVERAL_CONSTANTS = re.compile(r"(?<![\\a-zA-Z])[Cc]_\{?([1-4])\}?(?!\d)")
 _HEAD = re.compile(r"\s*([a-zA-Z](?:\s*\([^()]*\))?)\s*=(?!=)")
 _CONSTANTS, _INTEGERS = frozenset("CcKkA"), frozenset("jklmn")
 _FRESH = "uvwpqhsrabjkmnlzyxt"
+_CASED = re.compile(
+    r"\\(?:text|mathrm|mathbb|mathcal|operatorname|begin|end)\s*\{[^{}]*\}"
+    r"|(?P<name>\\(?:[Gg]amma|[Dd]elta|[Tt]heta|[Ll]ambda|[Xx]i|[Ss]igma|[Pp]hi|[Pp]si|[Oo]mega)(?![a-zA-Z]))"
+    r"|\\[a-zA-Z]+|(?P<letter>[a-zA-Z])"
+)
+"""A letter or its command; words, sets of numbers and other commands have no case."""
+_NO_CAPITALS = (r"\tau", r"\mu", r"\nu", r"\rho", r"\eta", r"\zeta", r"\kappa", r"\chi")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +91,25 @@ def with_same_bound_names(gold: str, answer: str) -> tuple[str, str] | None:
         return texts
     renamed = (_renamed(text, dict(zip(old, fresh, strict=False))) for text, old in zip(texts, letters, strict=True))
     return next(renamed), next(renamed)
+
+
+def with_cases_apart(gold: str, answer: str) -> tuple[str, str]:
+    """Return both texts with other names for capitals that stand in one text with their small letter: R and r differ.
+
+    The parser ignores case, so that `R^2-r^2` would be 0.
+    """
+    capitals: set[str] = set()
+    for text in (gold, answer):
+        names = {match["name"] or match["letter"] for match in _CASED.finditer(text)} - {None}
+        capitals |= {name for name in names if name != name.lower() and name.lower() in names}
+    free = [name for name in _NO_CAPITALS if name not in gold + answer]
+    renamed = dict(zip(sorted(capitals), free, strict=False))
+
+    def spelled(match: re.Match[str]) -> str:
+        new = renamed.get(match["name"] or match["letter"] or "")
+        return match[0] if new is None else f"{new} "
+
+    return (_CASED.sub(spelled, gold), _CASED.sub(spelled, answer)) if renamed else (gold, answer)
 
 
 def _read(text: str) -> _Bound:

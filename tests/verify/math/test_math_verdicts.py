@@ -7,7 +7,7 @@ Where math-verify alone says otherwise the row has a note: MV (0.7 and 0.9), MV7
 from collections.abc import Iterator
 
 import pytest
-from verify_builders import THINK, boxed, math_problem
+from verify_builders import THINK, boxed, is_right, math_problem
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import Outcome, Verdict
@@ -229,6 +229,24 @@ def test_each_setting_does_what_it_says(
     with JudgePool(cfg.model_copy(update={"math": patient, "runtime": VerifyRuntime(math_workers=1)})) as pool:
         verdict = pool.judge(math_problem(gold), response)
     assert (verdict.outcome, verdict.score) == (outcome, score), verdict.detail
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        (r"\pi(R^2-r^2)", r"\pi(R-r)(R+r)", "0"),  # MV accepts all wrong ones: it reads both letters as one
+        (r"\frac{m}{M+m}", r"\frac{m}{m+M}", r"\frac{M}{M+m}"),
+        (r"\binom{N}{n}", r"\frac{N!}{n!(N-n)!}", "1"),
+        (r"\Delta-\delta", r"-\delta+\Delta", "0"),
+        ("A_1-a_1", "-a_1+A_1", "0"),
+        ("2R", "2r", "R+r"),
+    ],
+)
+def test_a_capital_and_its_small_letter_in_one_text_differ(
+    math_pool: JudgePool, gold: str, right: str, wrong: str
+) -> None:
+    assert is_right(math_pool, gold, right)
+    assert not is_right(math_pool, gold, wrong)
 
 
 HOSTILE = {
