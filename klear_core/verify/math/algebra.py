@@ -42,6 +42,9 @@ _MAX_DETAIL = 500
 _INFINITIES = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
 _EVALUATED = (sympy.Pow, sympy.Mul, sympy.Add, sympy.log, sympy.exp)
 _INDEXED_I = re.compile(r"(?<![\\a-zA-Z])I\s*_")
+_POWER_T = re.compile(r"\^\s*(?:\{\s*T\s*\}|T(?![a-zA-Z]))")
+_PRIME = re.compile(r"\^\s*(?:\{\s*(?P<several>\\prime(?:\s*\\prime)*)\s*\}|\\prime(?![a-zA-Z]))")
+_PRIMED = re.compile(r"([a-zA-Z])(?:_\{?(\w+)\}?)?\s*('+)")
 
 
 class CpuLimitError(BaseException):
@@ -115,6 +118,11 @@ def _parse_unboxed(gold: str, sentence: str) -> tuple[Parsed, Parsed]:
 @lru_cache(maxsize=4096)
 def _parse_boxed(text: str) -> Parsed:
     text = _INDEXED_I.sub("ω_", text)  # the parser would read `I_1` as the imaginary unit
+    if r"\begin" not in text:  # it transposes matrices, and would drop the power of `2^T`
+        text = _POWER_T.sub("^{t}", text)
+    # It would drop primes, which make another name: `f'(x)` is not `f(x)`.
+    text = _PRIME.sub(lambda m: "'" * (m["several"] or m[0]).count("prime"), text)
+    text = _PRIMED.sub(lambda m: f"{m[1]}_{{{m[2] or ''}{'p' * len(m[3])}}}", text)
     return tuple(map(_plain_symbols, parse(rf"\boxed{{{text}}}", _BOXED_EXTRACTION, parsing_timeout=None)))
 
 

@@ -249,6 +249,22 @@ def test_a_capital_and_its_small_letter_in_one_text_differ(
     assert not is_right(math_pool, gold, wrong)
 
 
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("(1+r)^T", "(r+1)^{T}", "1+r"),  # MV accepts all wrong ones
+        ("2^T", "2^{T}", "2"),
+        ("A^T", "A^{T}", "A"),
+        ("-2f'(0)", r"f'(0)\cdot(-2)", "-2f(0)"),
+        ("h''(b)", r"h^{\prime\prime}(b)", "h'(b)"),
+        ("y'=2y", "2y=y'", "y=2y"),
+    ],
+)
+def test_neither_a_power_t_nor_a_prime_is_dropped(math_pool: JudgePool, gold: str, right: str, wrong: str) -> None:
+    assert is_right(math_pool, gold, right)
+    assert not is_right(math_pool, gold, wrong)
+
+
 HOSTILE = {
     "tower": "9^{9^{9^{9}}}",
     "factorial": "(10^9)!",
