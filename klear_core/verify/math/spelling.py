@@ -185,7 +185,8 @@ COMMANDS: tuple[Rewrite, ...] = tuple(
         ("cis", r"\\(?:operatorname|mathrm|text)\s*\{\s*cis\s*\}", r"\\cis "),
         (r"\text", r"\\text\s*\{\s*(-?\d+(?:\.\d+)?)\s*\}", r"\1"),
         (r"\text", r"\\text\s*\{\s*([()\[\],;:.])\s*\}", r"\1"),
-        ("...", r"\.{3,}", r"\\ldots "),
+        # not `\ldots`, which the parser drops: `1,2,\ldots` is not `1,2`
+        ("... dots", r"\.{3,}|\\[lcd]?dots[bcimo]?" + _END, r"\\dots "),
         # Money
         (r"$ \textdollar", rf"(?:{_MONEY_SIGN})", r"\\$"),
         (r"\pounds \textsterling", r"\\(?:pounds|textsterling)" + _END, "£"),

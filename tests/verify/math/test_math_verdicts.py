@@ -73,6 +73,7 @@ RIGHT = [
     ("0.0001234", "0.00012340000001"),
     ("1.6e-19", "1.6 \\times 10^{-19}"),
     ("[0,1)", "[0, 1)"),
+    (r"\{1,3,5,\ldots\}", r"\{1,3,5,\dots\}"),  # MV rejects
 ]  # fmt: skip
 
 WRONG = [
@@ -107,6 +108,10 @@ WRONG = [
     ("even", "odd"),
     (r"\text{east}", r"\text{west}"),
     ("12102", "(12,102)"),
+    (r"\{1,2,3,\ldots\}", r"\{1,2,3\}"),  # MV accepts: dots are dropped
+    (r"\{1,2,3\}", r"\{1,2,3,\ldots\}"),  # MV accepts
+    (r"\{1,2,\ldots,10\}", r"\{1,2,10\}"),  # MV accepts
+    ("(1,2,3)", r"(1,2,3,\ldots)"),  # MV accepts
 ]  # fmt: skip
 
 
