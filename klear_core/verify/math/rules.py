@@ -285,6 +285,8 @@ def _word_verdict(gold: str, answer: str) -> bool | None:
     clock = _clock_time(gold)
     if clock is not None:
         given = _CLOCK.fullmatch(_clock_text(answer))
+        if given is None and not clock[3] and _WORDED_RATIO.fullmatch(answer) is not None:
+            return None  # `9 to 16` says that 9:16 is a ratio
         if given is None:
             return not clock[3] and _is_duration(answer, clock[:3])
         hour, half = int(given[1]), (given[4] or "").lower()

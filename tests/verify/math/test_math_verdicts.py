@@ -74,6 +74,8 @@ RIGHT = [
     ("1.6e-19", "1.6 \\times 10^{-19}"),
     ("[0,1)", "[0, 1)"),
     (r"\{1,3,5,\ldots\}", r"\{1,3,5,\dots\}"),  # MV rejects
+    ("9:16", r"9\text{ to }16"),  # MV rejects
+    ("1:12", "2 to 24"),
 ]  # fmt: skip
 
 WRONG = [
@@ -86,6 +88,7 @@ WRONG = [
     ("no", "on"),  # MV accepts: letters commute
     ("5 cm", "5 m"),  # MV accepts: units are dropped
     ("3:30", "6:60"),  # MV accepts: ratios
+    ("9:16", "16 to 9"),
     ("C", "6"),
     ("C", "D"),
     ("E", "e"),  # MV accepts
