@@ -102,7 +102,7 @@ def _scored(task: MathTask, found: str, score: float) -> Verdict:
 def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:
     """Return the (gold, answer) pairs of each alternative, all parsed: the answer is right if one is equal in full."""
     if task.comparison is None:
-        return [[_parse_unboxed(*with_cases_apart(gold, task.unboxed))] for gold in task.golds]
+        return [[_parse_unboxed(*with_cases_apart(gold, task.unboxed, is_sentence=True))] for gold in task.golds]
     alternatives: list[list[tuple[Parsed, Parsed]]] = []
     for pairs in task.comparison.alternatives:
         apart = [with_cases_apart(pair.gold, pair.answer) for pair in pairs]

@@ -93,15 +93,18 @@ def with_same_bound_names(gold: str, answer: str) -> tuple[str, str] | None:
     return next(renamed), next(renamed)
 
 
-def with_cases_apart(gold: str, answer: str) -> tuple[str, str]:
+def with_cases_apart(gold: str, answer: str, *, is_sentence: bool = False) -> tuple[str, str]:
     """Return both texts with other names for capitals that stand in one text with their small letter: R and r differ.
 
-    The parser ignores case, so that `R^2-r^2` would be 0.
+    The parser ignores case, so that `R^2-r^2` would be 0. A sentence has letters in all of its words: of those only the
+    reference's own count.
     """
     capitals: set[str] = set()
     for text in (gold, answer):
         names = {match["name"] or match["letter"] for match in _CASED.finditer(text)} - {None}
         capitals |= {name for name in names if name != name.lower() and name.lower() in names}
+    if is_sentence:
+        capitals = {name for name in capitals if name in gold or name.lower() in gold}
     free = [name for name in _NO_CAPITALS if name not in gold + answer]
     renamed = dict(zip(sorted(capitals), free, strict=False))
 
