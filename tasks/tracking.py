@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +45,9 @@ __all__ = ["EXPERIMENT", "StageRun", "end_pipeline", "parent_run_id", "stage_run
 log = logging.getLogger(__name__)
 
 _PARAM_CHARS = 6000  # MLflow's limit of a param's value
+_NAME_CHARS = 200  # of its name MLflow takes 250; the pipeline's run has the stage's name before it
+_NOT_IN_NAMES = re.compile(r"[^/\w.\- :]|/(?=[/.]|$)")
+"""What MLflow refuses in a param's name: these characters, and slashes that a path would not need."""
 
 _parents: dict[tuple[str, str], str] = {}
 """MLflow ids of the parent runs opened by this process, by tracking URI and pipeline run id."""
@@ -139,12 +143,16 @@ def _end_pipeline(info: RunInfo, status: RunStatus) -> None:
 
 
 def flat_params(settings: Mapping[str, JsonValue]) -> dict[str, str]:
-    """Return nested settings as dotted names with text values; a list is one value, and an empty table is left out."""
+    """Return nested settings as dotted names with text values; a list is one value, and an empty table is left out.
+
+    Names of sources are keys, too: what MLflow takes in no name is replaced by `_`.
+    """
     flat: dict[str, str] = {}
     for path, value in leaves_of(settings):
         if value != {}:
             text = value if isinstance(value, str) else json.dumps(value)
-            flat[".".join(path)] = text[:_PARAM_CHARS]
+            name = _NOT_IN_NAMES.sub("_", ".".join(path))[:_NAME_CHARS]
+            flat[name] = text[:_PARAM_CHARS]
     return flat
 
 

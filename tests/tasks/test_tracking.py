@@ -22,6 +22,7 @@ from tasks.mlflow_backend import (
     server_name,
     without_password,
 )
+from tasks.tracking import flat_params
 
 
 class FakeBackend:
@@ -309,6 +310,20 @@ def test_records_of_another_server_and_unreadable_ones_stay_where_they_are(tmp_p
     (tmp_path / "half.json").write_text('{"server": "two:2"')
     assert undelivered.records("two:2") == []
     assert {f.name for f in tmp_path.iterdir()} == {"r-sft.json", "half.unreadable"}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("org/math-7.5k: part_1", "org/math-7.5k: part_1"),
+        ("train (1)+é.jsonl", "train _1__é.jsonl"),
+        ("a//b/../c/", "a_/b_../c_"),
+        ("x" * 300, "x" * 191),
+    ],
+)
+def test_a_setting_of_a_source_with_any_name_has_a_name_that_mlflow_takes(source: str, name: str):
+    """Letters, digits, `_-. :` and slashes of a path without `..`; 250 characters."""
+    assert flat_params({"sft": {"caps": {source: 5}}}) == {f"sft.caps.{name}": "5"}
 
 
 @pytest.mark.parametrize(
