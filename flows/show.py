@@ -108,7 +108,7 @@ def _print_records(console: Console, folder: Path, table: Path, num_records: int
     for row in dataset.head(num_records).to_pylist():
         grid = Table.grid(padding=(0, 2))
         for name, value in row.items():
-            text = str(value)
+            text = visible(str(value))  # written by a model: it must not steer the terminal
             shown = text if len(text) <= _MAX_CELL_CHARS else f"{text[:_MAX_CELL_CHARS]}… ({len(text)} characters)"
             grid.add_row(f"  [dim]{name}[/]", escape(shown))
         console.print(grid)

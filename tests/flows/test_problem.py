@@ -72,6 +72,13 @@ def test_long_texts_are_cut_and_control_characters_spelled_out(klear, runs):
     assert "response \\x1b[31m2" in said
 
 
+def test_control_characters_in_the_records_of_an_artifact_are_spelled_out(klear, runs):
+    said = klear("show", "evaluate_rl", "--root", runs)
+    assert said.status == 0, said.err
+    assert "\\x1b[31m2" in said.out
+    assert "\x1b" not in said.out
+
+
 def test_a_dropped_problem_says_why(klear, runs):
     said = klear("show", "problem", LEAK[:3], "--root", runs).out
     assert "reason in_aime24  detail shares 12 with aime24 7: 'a b [c]'" in said
