@@ -332,7 +332,8 @@ def _parts(known: Mapping[str, Problem], answers: Sequence[BenchmarkAnswers], *,
         if not 1 < len(by_name) <= _MAX_CLUSTERS:
             continue
         for name in _in_order(split, by_name):
-            cells = [_score(by_name[name], own, confidence=confidence) for own in answers]
+            part = {problem_id: known[problem_id] for problem_id in by_name[name]}
+            cells = [_score(part, own, confidence=confidence) for own in answers]
             yield Part(split=split, name=name, num_problems=len(by_name[name]), cells=tuple(cells))
 
 
@@ -356,12 +357,15 @@ def _in_order(split: str, names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (order[split].index(name) if split in order else 0, name))
 
 
-def _score(part: Sequence[str], answers: BenchmarkAnswers, *, confidence: float) -> tuple[str, str]:
+def _score(part: Mapping[str, Problem], answers: BenchmarkAnswers, *, confidence: float) -> tuple[str, str]:
     counts = AnswerCounts()
-    for problem_id in part:
+    for problem_id, problem in part.items():
         found = answers.problems.get(problem_id)
         if found:
-            counts.problems[problem_id] = ProblemCounts(num_scored=found.num_scored, num_correct=found.num_right)
+            # Problems of one subject alone are taken as independent; others depend on each other within theirs.
+            counts.problems[problem_id] = ProblemCounts(
+                cluster=problem.cluster, num_scored=found.num_scored, num_correct=found.num_right
+            )
     score = counts.score(confidence=confidence)
     return (percent(score.value), interval_text(score.new_problems)) if score else (NONE, "")
 

@@ -103,6 +103,21 @@ def test_parts_are_by_difficulty_subject_and_length(tmp_path: Path) -> None:
     ]
 
 
+def test_intervals_of_parts_are_as_wide_as_clusters_of_problems_make_them(tmp_path: Path) -> None:
+    """Eight templates that are right or wrong as a whole say as much as eight problems, also those of one difficulty."""
+    rows = ["RR" if i // 5 % 2 else "WW" for i in range(40)]
+    reports = [run(tmp_path / name, rows, seed=seed) for seed, name in enumerate("ab")]
+    for report in reports:
+        (evaluated,) = (stage.folder for stage in read_run(report).stages if stage.name == "evaluate_rl")
+        write_clusters(evaluated, {"toy": {f"{i + 1:016x}": f"template {i // 5}" for i in range(40)}})
+    comparison = compared(tmp_path, *reports)
+    assert comparison.rows[0].cells[0] is not None
+    assert comparison.rows[0].cells[0].interval == "17.9 to 82.1"
+    hard = next(part for part in comparison.problems[0].parts if part.name == "hard")  # all but one
+    low, high = map(float, hard.cells[0][1].split(" to "))
+    assert high - low > 60  # 30.9 if the 39 were independent
+
+
 def test_lengths_of_right_and_wrong_answers_and_the_table_of_all_problems(tmp_path: Path) -> None:
     first, second = run(tmp_path / "a", ["RRW", "WWW"]), run(tmp_path / "b", ["RRR", "R?W"], seed=1)
     (bench,) = compared(tmp_path, first, second).problems
