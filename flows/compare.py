@@ -98,7 +98,11 @@ def _find_report(which: str, root: Path) -> Path:
     workspace = path_of(which)
     if (workspace / "artifacts").is_dir():
         return find_artifact("report", workspace).absolute()
-    by_name = [run for run in RunHistory.of(root).records() if run.run_id.startswith(which) or run.name == which]
+    records = RunHistory.of(root).records()
+    by_id = [run for run in records if run.run_id.startswith(which)]
+    if len(by_id) > 1:
+        raise ConfigError(f"{which!r} begins the ids of {len(by_id)} runs; give more of it")
+    by_name = by_id or [run for run in records if run.name == which]
     # A run that failed has a page too, which is no artifact.
     pages = [Path(run.report).parent for run in by_name if run.report]
     finished = [page.name for page in pages if page.parent.name == ReportJob.kind]

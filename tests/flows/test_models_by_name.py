@@ -13,7 +13,7 @@ from flows.compare import _find_report
 from flows.show import find_artifact, find_model
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.config.train import TinyModelConfig
-from klear_core.errors import ArtifactError
+from klear_core.errors import ArtifactError, ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base_model import prepare_base
 
@@ -72,6 +72,15 @@ def test_a_run_is_compared_by_its_id_or_name_as_klear_runs_prints_them(tmp_path:
     put(tmp_path, record(7, report=str(report / "report.html")))
     assert _find_report("00000007", tmp_path) == report
     assert _find_report("smoke-seed7", tmp_path) == report
+
+
+def test_the_start_of_the_ids_of_several_runs_names_none_of_them(tmp_path: Path) -> None:
+    scored = evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
+    report = published_report(tmp_path, {"evaluate_rl": scored}, {"seed": 0})
+    for number in (7, 8):
+        put(tmp_path, record(number, report=str(report / "report.html")))
+    with pytest.raises(ConfigError, match=r"'0000000' begins the ids of 2 runs; give more of it"):
+        _find_report("0000000", tmp_path)
 
 
 def test_a_later_run_of_the_name_that_failed_does_not_hide_the_finished_one(tmp_path: Path) -> None:
