@@ -117,7 +117,7 @@ def server_name(uri: str) -> str:
 
 def without_password(text: str) -> str:
     """Return the text with user names, passwords and the queries that may hold them removed from the URLs in it."""
-    return re.sub(r"://[^/@\s]+@", "://", re.sub(r"(://[^\s?]*)\?[^\s'\"]*", r"\1", text))
+    return re.sub(r"://[^/\s]+@", "://", re.sub(r"(://[^\s?]*)\?[^\s'\"]*", r"\1", text))
 
 
 # ---- client ----

@@ -330,6 +330,7 @@ def test_a_setting_of_a_source_with_any_name_has_a_name_that_mlflow_takes(source
     ("uri", "name"),
     [
         ("http://user:secret@host:5000/path", "host:5000"),
+        ("http://user:p@secret@host:5000", "host:5000"),
         ("https://host", "host"),
         ("sqlite:////data/mlflow.db", "/data/mlflow.db"),
         ("postgresql://me:secret@db/mlflow", "db"),
