@@ -14,7 +14,7 @@ from statistics import fmean, quantiles
 from klear_core.artifacts.records import read_shards
 from klear_core.evaluate.counts import AnswerCounts, ProblemCounts, read_clusters
 from klear_core.report.several.compared_runs import ComparedRun
-from klear_core.scores import NONE, SAMPLES_FOLDER, interval_text, percent, points
+from klear_core.scores import NONE, SAMPLES_FOLDER, interval_text, percent, points, visible
 from klear_core.types import Difficulty, EvalSample
 
 PROBLEMS_TABLE = "problems.csv"
@@ -202,7 +202,7 @@ def _answers(evaluation: Path, problems: Mapping[str, dict[str, Problem]]) -> Ma
         tokens = benchmark.right_tokens if sample.verdict.is_correct else benchmark.wrong_tokens
         tokens.append(sample.num_tokens)
         if sample.problem_id not in problems[sample.benchmark]:
-            title = " ".join(sample.question[: 4 * _TITLE_CHARS].split())[:_TITLE_CHARS]
+            title = visible(" ".join(sample.question[: 4 * _TITLE_CHARS].split())[:_TITLE_CHARS])
             cluster = clusters.get(sample.benchmark, {}).get(sample.problem_id, "")
             known = Problem(title=title, difficulty=sample.difficulty, cluster=cluster)
             problems[sample.benchmark][sample.problem_id] = known

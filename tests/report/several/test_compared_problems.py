@@ -80,6 +80,15 @@ def test_changed_problems_have_their_sizes_and_the_largest_comes_first(tmp_path:
     assert 'href="answers.html#problem=toy/0000000000000003&amp;a=0&amp;b=1"' in page
 
 
+def test_hidden_characters_of_a_question_are_spelled_out_on_the_page(tmp_path: Path) -> None:
+    reports = []
+    for seed, mark in enumerate("WR"):
+        asked = replace(answers([mark])[0], question="What is \u202e1\x00?")
+        own = evaluation(tmp_path / mark, [asked], seed=seed)
+        reports.append(published_report(tmp_path / mark, {"evaluate_rl": own}, {"name": "toy", "seed": seed}))
+    assert compared(tmp_path, *reports).problems[0].changed[0].title == "What is \\u202e1\\x00?"
+
+
 def test_parts_are_by_difficulty_subject_and_length(tmp_path: Path) -> None:
     first = run(tmp_path / "a", ["RR", "WW", "RW"])
     second = run(tmp_path / "b", ["RR", "RR", "RW"], seed=1)
