@@ -198,14 +198,16 @@ class Reservation:
         Those of an earlier call are kept, unless one of their nodes has died, which Ray notices only after some
         seconds.
         """
-        deadline = time.monotonic() + START_S
         async with self._lock:
+            deadline = time.monotonic() + START_S
             while not (self._groups and await self._are_ready(deadline)):
                 # First, because the new groups would wait for what these hold on nodes that live.
                 self.release()
                 plan = partial(when_there, lambda: self._plan(ray_nodes()), wait_s=self._wait_s)
                 self.placement = await asyncio.to_thread(plan)
                 self._reserve(self.placement.ranks)
+                # Again: a node may have been missing for longer than reserved places take to become free.
+                deadline = time.monotonic() + START_S
 
     def _reserve(self, places: Sequence[Place]) -> None:
         for first in range(0, len(places), self._width):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -14,7 +14,7 @@ from virtual_clock import run_virtually
 
 from klear_core.cluster import nodes
 from klear_core.cluster.nodes import EnginePlan, cannot_join, when_there
-from klear_core.cluster.placement import Node
+from klear_core.cluster.placement import Node, Place, Placement
 from klear_core.config.evaluate import EnginesRuntime, VllmEngineConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ResourceError, TrainingError
@@ -25,8 +25,9 @@ from klear_core.train.base_model import model_folder, prepare_base
 pytest.importorskip("ray")
 from ray.exceptions import ActorUnavailableError, RayActorError
 
+from klear_core.cluster import ray_calls
 from klear_core.cluster.pools import plan_when_there
-from klear_core.cluster.ray_calls import Restarts, final_error
+from klear_core.cluster.ray_calls import Reservation, Restarts, final_error
 
 
 def died_with(node: str) -> Exception:
@@ -134,6 +135,32 @@ def test_engines_that_sample_wait_for_a_node_that_is_being_replaced(
     plan = plan_when_there(spec, runtime=EnginesRuntime(num_engines=2), key="evaluate", nodes=found)
     assert plan == EnginePlan(num_engines=2, gpus_per_engine=1)
     assert "waiting up to 1800 s for nodes of the Ray cluster: evaluate.runtime.num_engines = 2" in caplog.text
+
+
+class FreeGroup:
+    """A placement group that Ray has reserved."""
+
+    def wait(self, _timeout_s: float) -> bool:
+        return True
+
+
+def test_ranks_are_placed_on_a_node_that_was_missing_for_longer_than_their_places_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Node(name="replacement", node_id="aa11", num_cpus=8, num_gpus=1)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(ray_calls, "START_S", 0.5)  # below the 2 s between two looks at the cluster
+    monkeypatch.setattr(ray_calls, "ray_nodes", lambda: (node,))
+    monkeypatch.setattr(ray_calls, "placement_group", lambda *_bundles, **_options: FreeGroup())
+    is_there = too_few_until(2)
+
+    def plan(_nodes: Sequence[Node]) -> Placement:
+        is_there()
+        return Placement(ranks=(Place(node=node, gpus=(0,)),))
+
+    held = Reservation(plan, width=1, threads_per_rank=1, wait_s=60)
+    asyncio.run(held.hold())
+    assert [place.node for place in held.placement.ranks] == [node]
 
 
 def test_one_machine_alone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
