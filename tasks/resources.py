@@ -66,6 +66,9 @@ LOCAL_SETTINGS = {  # of a Ray cluster that is started here
 _STORE_FLOOR_BYTES = 128 << 20  # rollouts and Ray's own objects; Ray's minimum is 75 MB
 # Two versions of the weights (in use and in transfer), in float32 where the file has bfloat16 (times two), and slack.
 _COPIES_OF_WEIGHTS = 6
+_SHM = Path("/dev/shm")  # noqa: S108  where Ray keeps objects
+_SLOW_STORE_BYTES = 10**10
+"""Largest store that Ray keeps in files where /dev/shm has no room for it; with a larger one it does not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +89,21 @@ def needs_of(cfg: RlConfig, model: Path) -> Needs:
     from klear_core.train.base_model import model_folder
 
     weights = sum(f.stat().st_size for f in model_folder(model).glob("*.safetensors"))
-    wanted = _STORE_FLOOR_BYTES + _COPIES_OF_WEIGHTS * weights
     return Needs(
         num_cpus=cfg.num_cpus,
-        # Ray takes this memory from the machine's, of which learner and engines need the rest.
-        object_store_bytes=min(wanted, psutil.virtual_memory().total // 2),
+        object_store_bytes=store_bytes(weights, shm_free=shutil.disk_usage(_SHM).free if _SHM.is_dir() else 0),
         wait_s=cfg.runtime.wait_for_nodes_s,
     )
+
+
+def store_bytes(weights: int, *, shm_free: int) -> int:
+    """Return the size of Ray's store for so many bytes of weights; what does not fit, Ray moves to the disk."""
+    wanted = _STORE_FLOOR_BYTES + _COPIES_OF_WEIGHTS * weights
+    # Ray takes this memory from the machine's, of which learner and engines need the rest.
+    most = psutil.virtual_memory().available // 2
+    # Less than is free, because others may take some before Ray looks.
+    in_shm = shm_free - shm_free // 20
+    return max(_STORE_FLOOR_BYTES, min(wanted, most, max(in_shm, _SLOW_STORE_BYTES)))
 
 
 @contextmanager

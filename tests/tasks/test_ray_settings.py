@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tasks.resources import LOCAL_SETTINGS
+from tasks.resources import LOCAL_SETTINGS, store_bytes
 
 
 @pytest.mark.parametrize("name", sorted(LOCAL_SETTINGS))
@@ -19,3 +20,19 @@ def test_the_installed_ray_knows_our_setting(name: str):
     library = Path(spec.origin).parent / "_raylet.so"
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         assert content.find(f"{name}\0".encode()) >= 0
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("shm_free", [64 << 20, 2 * GIB, 16 * GIB - 4096, 32 * GIB], ids=lambda n: f"{n / GIB:.2f}")
+@pytest.mark.parametrize("weights", [300_000_000, 3_440_000_000, 16_400_000_000])
+def test_ray_starts_with_the_store_that_we_ask_for(monkeypatch: pytest.MonkeyPatch, weights: int, shm_free: int):
+    """/dev/shm of Docker, of our compose file, of a desktop of 32 GiB, and as the doctor advises for containers."""
+    services = pytest.importorskip("ray._private.services")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=256 * GIB, available=200 * GIB))
+    monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: 256 * GIB)
+    monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: shm_free)
+    asked = store_bytes(weights, shm_free=shm_free)
+    assert services.determine_plasma_store_config(asked, "/tmp")[2] == asked
+    assert asked >= min(128 << 20, weights)
