@@ -214,6 +214,7 @@ def _init(address: str | None, needs: Needs) -> Path | None:
         started = ray.init(
             address="local",
             num_cpus=num_cpus,
+            num_gpus=gpus_here(),  # as the plan counts: to Ray the -1 that hides all GPUs names one
             object_store_memory=needs.object_store_bytes,
             include_dashboard=False,
             **quiet,

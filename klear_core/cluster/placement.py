@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import assert_never
 
 from klear_core.config.evaluate import LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
@@ -122,7 +123,7 @@ def num_engine_ranks(engine: LocalEngineConfig) -> int:
 
 
 def gpus_here() -> int:
-    """Return this machine's GPUs as Ray counts them: the driver's, at most as many as CUDA_VISIBLE_DEVICES names."""
+    """Return this machine's GPUs: the driver's, at most as many as CUDA_VISIBLE_DEVICES names."""
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
@@ -138,8 +139,9 @@ def gpus_here() -> int:
     if visible is None:
         return count
     names = [name.strip() for name in visible.split(",")]
-    hides_all = ("", "-1", "NoDevFiles")
-    return min(count, len([name for name in names if name not in hides_all]))
+    # CUDA sees none of those after the first that is no GPU.
+    seen = list(takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
+    return min(count, len(seen))
 
 
 # ---- places ----
