@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Sequence
@@ -16,7 +15,7 @@ import ray
 from ray.exceptions import OutOfMemoryError
 
 from klear_core import stopping
-from klear_core.cluster.nodes import ray_nodes
+from klear_core.cluster.nodes import ray_nodes, rendezvous_at
 from klear_core.cluster.placement import Placement, Room, cpu_refusal, is_too_large_for_cpu, place_ranks
 from klear_core.cluster.rank_actors import LOGGER, Logged, Progressed, RankActor, Report, Reports
 from klear_core.cluster.ray_calls import LOST, START_S, Plan, Reservation, Restarts, awaited, cause_of, lost_nodes
@@ -356,10 +355,7 @@ def _rendezvous_address(_actor: RankActor) -> str:
     """Return an address on the actor's node for the process group to start from; runs in the actor."""
     import klear_core.train.distributed  # noqa: F401  # slow, so before a port is picked that others may take
 
-    # Port 0 lets the system pick a free one. It is unprotected from here until rank 0 listens on it.
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+    return rendezvous_at(ray.util.get_node_ip_address())
 
 
 # ---- run ranks ----

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from klear_core.cluster.nodes import bind_to_node_address, ray_nodes
+from klear_core.cluster.nodes import bind_to_node_address, ray_nodes, rendezvous_at
 from klear_core.cluster.placement import Node
 
 _TIMEOUT_S = 120.0
@@ -80,9 +80,7 @@ class NodeProbe:
 
     def address(self) -> str:
         """Return where the others find this one."""
-        with socket.socket() as s:
-            s.bind(("", 0))  # port 0 lets the system pick a free one
-            return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+        return rendezvous_at(ray.util.get_node_ip_address())
 
     def exchange(self, rank: int, size: int, address: str, backend: Literal["nccl", "gloo"]) -> Exchange:
         """Sum over all nodes and send from the first to all, and check what arrived (collective call).

@@ -176,6 +176,16 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
+def rendezvous_at(address: str) -> str:
+    """Return where a process group can start on this node, whose address is IPv4 or IPv6; the port is free for now."""
+    is_ipv6 = ":" in address
+    with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as s:
+        # Port 0 lets the system pick a free one. It is unprotected from here until rank 0 listens on it.
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+    return f"tcp://[{address}]:{port}" if is_ipv6 else f"tcp://{address}:{port}"
+
+
 # ---- engine plan ----
 # Decide how many engines a stage samples with, and on what. Imports neither Ray nor torch.
 

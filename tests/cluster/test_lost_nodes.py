@@ -7,9 +7,11 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
+import torch.distributed as dist
 from virtual_clock import run_virtually
 
 from klear_core.cluster import nodes
@@ -185,3 +187,13 @@ def test_the_interface_of_an_address_is_found() -> None:
     name, address = next((name, mine[0]) for name, mine in found.items() if mine)
     assert nodes._interface_of(address) == name
     assert nodes._interface_of("203.0.113.7") is None
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="there is no IPv6")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_process_group_starts_at_a_nodes_address(address: str) -> None:
+    """As Ray has it: an IPv6 address without brackets."""
+    where = nodes.rendezvous_at(address)
+    assert urlsplit(where).hostname == address
+    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    dist.destroy_process_group()
