@@ -13,7 +13,7 @@ from logging.handlers import QueueHandler
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from klear_core.cluster.nodes import bind_to_node_address
 from klear_core.cluster.rank_actors import LOGGER, Arrays, Outbox, Report, to_tensors
@@ -403,6 +403,9 @@ class RayEngine:
                 return
             except RayTaskError as error:
                 _fail(link, cause_of(error), error)
+                return
+            except RayError as error:  # such as ObjectLostError: the node died that held a large reply
+                _fail(link, EngineLost(f"its answers were lost ({type(error).__name__})"), error)
                 return
             for reply in replies:
                 _deliver(link, reply)

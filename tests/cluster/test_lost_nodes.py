@@ -20,14 +20,17 @@ from klear_core.cluster.placement import Node, Place, Placement
 from klear_core.config.evaluate import EnginesRuntime, VllmEngineConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ResourceError, TrainingError
+from klear_core.generate.engine import SamplingParams
 from klear_core.generate.factory import EngineSpec
+from klear_core.generate.pool import EngineLost
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base_model import model_folder, prepare_base
 
 pytest.importorskip("ray")
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 
 from klear_core.cluster import ray_calls
+from klear_core.cluster.engine_actors import RayEngine
 from klear_core.cluster.pools import plan_when_there
 from klear_core.cluster.ray_calls import Reservation, Restarts, final_error
 
@@ -80,6 +83,36 @@ def test_an_actor_that_neither_answers_nor_is_found_dead_is_given_up() -> None:
         return asyncio.get_running_loop().time() - started
 
     assert run_virtually(seconds()) == pytest.approx(120)
+
+
+class LosesAnswers:
+    """An actor whose reply was on a node that died before this process had fetched it."""
+
+    def __init__(self) -> None:
+        self.exchange = self
+
+    async def remote(self, *_requests: object) -> None:
+        raise ObjectLostError("aa11", None, "")
+
+
+def test_requests_whose_answers_were_lost_with_a_node_can_be_asked_elsewhere() -> None:
+    params = SamplingParams(
+        num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0
+    )
+
+    async def create() -> LosesAnswers:
+        return LosesAnswers()
+
+    async def load(_actor: object) -> None:
+        pass
+
+    async def drive() -> None:
+        engine = RayEngine("engine 0", create, load, limit=8)
+        await engine.start()
+        await asyncio.wait_for(engine.generate([1], params), 3600)
+
+    with pytest.raises(EngineLost, match=r"^its answers were lost \(ObjectLostError\)$"):
+        run_virtually(drive())
 
 
 def test_processes_that_die_by_themselves_count_each() -> None:
