@@ -80,8 +80,8 @@ class HfConfig(BaseModel):
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Settings of the rotary position encoding, besides `rope_theta`."""
-        return self.rope_parameters or self.rope_scaling or {}
+        """Settings of the rotary position encoding, besides `rope_theta`; the older name first, as in transformers."""
+        return self.rope_scaling or self.rope_parameters or {}
 
     @property
     def rope_type(self) -> str:
@@ -202,7 +202,7 @@ PLAIN_FAMILIES = ("llama", "qwen2", "qwen3")
 
 def unusual_keys(config: HfConfig) -> Iterator[str]:
     """Yield the keys of a config.json with which a plain decoder would compute something else."""
-    rope_key = "rope_parameters" if config.rope_parameters else "rope_scaling"  # as the file has it
+    rope_key = "rope_scaling" if config.rope_scaling else "rope_parameters"  # as the file has it
     unusual = {
         "model_type": config.model_type not in PLAIN_FAMILIES,
         "hidden_act": config.hidden_act != "silu",
@@ -263,6 +263,12 @@ def check_architecture(folder: Path, *, is_trained: bool = True) -> None:
     if is_trained and isinstance(raw, dict) and (experts := _experts_within(raw)) > 1:
         raise _mixture_refused(path, raw.get("model_type"), experts)
     config = read_hf_config(folder)
+    base = (config.rope_parameters or {}).get("rope_theta")
+    if config.rope_scaling and base not in (None, config.theta):
+        raise ConfigError(
+            f"{path}: rope_scaling takes the place of rope_parameters, so that their rope_theta = {base} is not read "
+            f"and {config.theta:g} is; write it into rope_scaling, too, or keep one of the two"
+        )
     # A config without `architectures` is accepted: transformers chooses the class by `model_type`.
     classes = config.architectures or ()
     # vLLM also samples text from models that read pictures, …ForConditionalGeneration.

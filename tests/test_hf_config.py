@@ -11,7 +11,7 @@ from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.train import HfModelConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.model_size import known_size, size_of_hf
-from klear_core.hf_config import check_architecture, read_hf_config
+from klear_core.hf_config import check_architecture, read_hf_config, unusual_keys
 from klear_core.pipeline.costs.estimate import estimate
 from klear_core.pipeline.preflight.checks import problems_with
 
@@ -67,6 +67,22 @@ def test_plan_and_preflight_say_what_is_wrong_with_the_model_and_go_on(tmp_path:
 def test_the_window_of_the_settings_raises_that_of_the_folder_and_never_lowers_it(tmp_path: Path) -> None:
     config = read_hf_config(write_config(tmp_path, json.dumps(QWEN3)))
     assert (config.window(None), config.window(1024), config.window(128)) == (512, 1024, 512)
+
+
+def test_of_both_names_of_the_rotary_settings_the_one_that_transformers_reads_counts(tmp_path: Path) -> None:
+    """The cards of Qwen3 say to add `rope_scaling`, and transformers 5 has written `rope_parameters`."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    both = QWEN3 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": yarn}
+    folder = write_config(tmp_path, json.dumps(both))
+    config, theirs = read_hf_config(folder), AutoConfig.from_pretrained(folder).rope_parameters
+    assert (config.rope_type, config.theta) == (theirs["rope_type"], theirs["rope_theta"]) == ("yarn", 10_000.0)
+    assert list(unusual_keys(config)) == ["rope_scaling"]
+    for is_trained in (True, False):
+        with pytest.raises(
+            ConfigError, match=r"config\.json: rope_scaling .* rope_theta = 1000000.0 is not read and 10000"
+        ):
+            check_architecture(folder, is_trained=is_trained)
+    check_architecture(write_config(tmp_path, json.dumps(both | {"rope_theta": 1e6})))
 
 
 def test_of_a_mixture_a_token_uses_a_few_experts(tmp_path: Path) -> None:
