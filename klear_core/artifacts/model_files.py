@@ -36,6 +36,7 @@ _OPTIONAL = (
     "vocab.json",
 )
 _ADAPTER = "adapter_config.json"
+_LFS = b"version https://git-lfs"
 
 
 def repo_of(model: HubModelConfig) -> HubFiles:
@@ -131,6 +132,36 @@ def check_model(model: PublishedModel, *, is_trained: bool = True) -> None:
         check_model_type(repo.folder)
     else:
         check_folder(folder_of(model), is_trained=is_trained)
+        check_whole(folder_of(model))
+
+
+def check_whole(folder: Path) -> None:
+    """Raise ConfigError for a file of a model that git-lfs has not fetched, or that is cut off."""
+    for name in model_files(_names_in(folder), at=str(folder)):
+        if fault := _fault_of(folder / name):
+            raise ConfigError(f"{folder / name}: {fault}")
+
+
+def _fault_of(path: Path) -> str:
+    """Return why a file cannot be used; empty if its beginning and size, or its JSON, show nothing."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            return "a pointer of git-lfs, and not the file itself; run `git lfs pull` in its folder"
+        file.seek(0)
+        try:
+            if path.suffix == ".json":
+                json.loads(file.read())
+            elif path.suffix == ".safetensors":
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, size)))
+                ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+                whole = 8 + length + max(ends, default=0)
+                if size < whole:
+                    return f"cut off: it has {size:,} bytes of {whole:,}; fetch it again"
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            return f"cut off or damaged ({type(e).__name__}: {e}); fetch it again"
+    return ""
 
 
 def check_folder(folder: Path, *, is_trained: bool = True) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from klear_core.artifacts.model_files import check_whole
 from klear_core.config.evaluate import LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.errors import DataError, ResourceError
 from klear_core.generate.decoder.shape import is_supported
@@ -141,8 +142,10 @@ async def open_chat(
 ) -> ChatModel:
     """Load the model and tokenizer of a Hugging Face folder. `window` raises the positions that its config states.
 
-    Raise ConfigError if the engine cannot run this model, ResourceError if the engine is not installed.
+    Raise ConfigError if its files are not whole or the engine cannot run it, ResourceError if the engine is not
+    installed.
     """
+    check_whole(folder)
     tokenizer = load_tokenizer(folder)
     engine = await build_engine(cfg, folder, num_threads=num_threads, seed=seed, window=window)
     return ChatModel(engine=engine, tokenizer=tokenizer, window=read_hf_config(folder).window(window))

@@ -14,6 +14,7 @@ from klear_core.artifacts.manifest import POINTER, FileRecord, GivenRecord, Stag
 from klear_core.artifacts.model_files import (
     SERVED,
     check_folder,
+    check_whole,
     download,
     licence_in,
     origin_of,
@@ -67,6 +68,7 @@ def take_model(
     else:
         folder = Path(cfg.path).resolve()
         names = check_folder(folder, is_trained=is_trained)
+        check_whole(folder)
         checksums = dict(zip(names, hash_all([folder / name for name in names]), strict=True))
     summary = _point_to(folder, cfg.max_position_embeddings, workdir)
     files = [FileRecord(path=n, size=(folder / n).stat().st_size, sha256=checksums[n]) for n in names]

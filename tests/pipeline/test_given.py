@@ -38,8 +38,11 @@ REPO = "some/sft-model"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model's files, of which only the config has its real content."""
     folder = write_config(tmp_path_factory.mktemp("given"), json.dumps(QWEN3))
-    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (folder / name).write_text(f"content of {name}")
+    for name in ("tokenizer.json", "generation_config.json"):
+        (folder / name).write_text(json.dumps({"content of": name}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    header = json.dumps({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"w")
     return folder
 
 

@@ -86,6 +86,27 @@ def test_weights_that_are_not_the_published_ones_are_refused(tmp_path, published
         take(model_at(endpoint, tmp_path / "cache"), tmp_path / "taken")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\nsize 269060552\n", "pointer of git-lfs"),
+        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\nsize 11422654\n", "pointer of git-lfs"),
+        ("model.safetensors", None, "cut off: it has .* bytes of "),
+        ("model.safetensors", b"<html>", "cut off or damaged"),
+        ("tokenizer_config.json", b'{"eos_token": "<|im', "cut off or damaged .*Unterminated string"),
+    ],
+)
+def test_a_file_that_was_not_fetched_whole_is_named_before_a_run(tmp_path, tiny, name, content, told):
+    """Weights are read hours after the check: when the first stage trains."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
+    model = HfModelConfig(path=str(folder))
+    for use in (check_model, lambda model: take(model, tmp_path / "taken")):
+        with pytest.raises(ConfigError, match=rf"{folder / name}: .*{told}"):
+            use(model)
+
+
 def test_without_a_network_the_command_that_fetches_the_model_is_told(tmp_path, monkeypatch):
     model = model_at("http://127.0.0.1:9", tmp_path)
     told = rf"{REPO} at revision {REVISION}: is not in the cache .*hf download {REPO} --revision {REVISION}\) and copy"
