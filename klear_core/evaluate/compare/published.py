@@ -12,7 +12,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from klear_core.config.evaluate import SamplingConfig
+from klear_core.config.evaluate import SamplingConfig, ServedModelConfig
 from klear_core.config.grids import PaperRows
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import explained
@@ -122,8 +122,11 @@ def _different(published: PublishedModel, ours: EvalReport) -> Iterator[str]:
     if prompt != ours.prompt:
         yield f"prompt {prompt}, here {ours.prompt}"
     sampling = ours.decoding.sampling.model_dump()
+    is_served = isinstance(ours.decoding.engine, ServedModelConfig)
     for name, value in published.sampling.items():
-        if sampling[name] != value:
+        if is_served and name in ("top_k", "repetition_penalty"):
+            yield f"{name} {value:g}, here as the server sets it"  # chat requests do not have it
+        elif sampling[name] != value:
             yield f"{name} {value:g}, here {sampling[name]:g}"
     has_its_verdicts = ours.judge is not None and ours.judge.settings.code.compare == "decimal"
     if published.harness and not (published.harness == "lcb_runner" and has_its_verdicts):

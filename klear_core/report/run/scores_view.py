@@ -30,13 +30,11 @@ def decoding_text(profile: DecodingProfile) -> str:
     top_p = f"{s.top_p:g}" if s.top_p < 1 else "off"
     top_k = f"{s.top_k}" if s.top_k else "off"
     penalty = f"{s.repetition_penalty:g}" if s.repetition_penalty > 1 else "off"
-    parts = [
-        f"temperature {s.temperature:g}",
-        f"top-p {top_p}",
-        f"top-k {top_k}",
-        f"repetition penalty {penalty}",
-        f"up to {s.max_new_tokens:,} new tokens",
-    ]
+    rest = f"top-k {top_k}, repetition penalty {penalty}"
+    if isinstance(profile.engine, ServedModelConfig):
+        # chat requests have neither; vLLM then takes those of the model's generation_config.json
+        rest = "top-k and repetition penalty as the server sets them"
+    parts = [f"temperature {s.temperature:g}", f"top-p {top_p}", rest, f"up to {s.max_new_tokens:,} new tokens"]
     return f"{', '.join(parts)}; {_engine_text(profile)}; {profile.seed_policy}"
 
 

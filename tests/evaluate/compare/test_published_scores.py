@@ -102,3 +102,14 @@ def test_the_verdict_is_withheld_where_the_source_states_something_else(stated: 
     assert found is not None
     assert found.differs == differs
     assert (found.agrees is None) == bool(differs)
+
+
+def test_what_a_server_sets_itself_is_not_taken_for_what_the_source_states() -> None:
+    engine = {"kind": "served", "model": "r1", "base_url": "http://host/v1"}
+    ours = aime24(7)
+    decoding = type(ours.decoding).model_validate(ours.decoding.model_dump() | {"engine": engine})
+    found = agreement_with(
+        PAPER.model_copy(update={"sampling": {"top_k": 0}}), ours.model_copy(update={"decoding": decoding})
+    )
+    assert found is not None
+    assert (found.agrees, found.differs) == (None, ("top_k 0, here as the server sets it",))

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from report_runs import BROKEN_BY_RL, config, laptop_run, stage_folder, with_stage
+from report_runs import BROKEN_BY_RL, config, eval_report, laptop_run, stage_folder, with_stage
 from rich.console import Console
 from snapshot import Snapshots
 
@@ -26,10 +26,11 @@ from klear_core.report.run.build import RL_CHARTS, SFT_CHARTS, stage_curves
 from klear_core.report.run.facts import Facts, ReportInputs, read_facts
 from klear_core.report.run.final_table import score_table
 from klear_core.report.run.lineage import NODE_WIDTH, lineage_graph
-from klear_core.report.run.scores_view import benchmark_views, published_rows
+from klear_core.report.run.scores_view import benchmark_views, decoding_text, published_rows
 from klear_core.report.run.sections import changed_settings, ledger_flows, stage_ledger, stage_ledgers, stage_times
 from klear_core.report.run.shown_answers import pick_examples, product_maps
 from klear_core.report.run.warnings import notices
+from klear_core.scores import DecodingProfile
 from klear_core.train.inline_eval import SCORES
 from klear_core.types import Outcome, Verdict
 
@@ -42,6 +43,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
 @pytest.fixture(scope="module")
 def facts(run: ReportInputs) -> Facts:
     return read_facts(run)
+
+
+def test_of_a_served_model_it_is_not_said_what_no_request_stated() -> None:
+    """vLLM then takes top-k and penalty of generation_config.json: 20 and 1.05 of Qwen's."""
+    ours = eval_report("rl")
+    engine = {"kind": "served", "model": "r1", "base_url": "http://host/v1"}
+    served = DecodingProfile.model_validate(ours.decoding.model_dump() | {"engine": engine})
+    assert decoding_text(served).startswith(
+        "temperature 1, top-p off, top-k and repetition penalty as the server sets them, up to 96 new tokens; r1 as"
+    )
+    assert "top-k off, repetition penalty off" in decoding_text(ours.decoding)
 
 
 def test_every_ledger_row_adds_up_in_counts_and_in_print(facts: Facts) -> None:
