@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head.weight"
 """The output head. It may be present although weights are tied, and then repeats the embedding."""
+_FREQUENCIES = ".rotary_emb.inv_freq"
+"""Constants that old files of Llamas have in each layer; transformers and vLLM leave them out, too."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def tensor_shapes(weights: WeightSource) -> Shapes:
-    """Return every tensor's shape by its Hugging Face name.
+    """Return the shape of every weight by its Hugging Face name.
 
     Reads only the headers of a folder's files, and fetches nothing of an offer.
     """
@@ -37,7 +39,8 @@ def tensor_shapes(weights: WeightSource) -> Shapes:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in _files(weights):
         with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if not name.endswith(_FREQUENCIES)]  # noqa: SIM118
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     return shapes
 
 

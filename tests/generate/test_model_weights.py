@@ -6,6 +6,8 @@ from decoder_folder import build_model, write_folder
 from safetensors.torch import save_file
 
 from klear_core.errors import ConfigError
+from klear_core.generate.decoder.decoder import Decoder
+from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.model_weights import HEAD, check_shapes, tensor_shapes, tensors, wanted_shapes
 
 
@@ -26,6 +28,20 @@ def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) 
     build_model().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     assert tensor_shapes(tmp_path).keys() == build_model().state_dict().keys() - {HEAD}
+
+
+def test_the_constants_in_files_of_old_llamas_are_no_weights(tmp_path: Path) -> None:
+    """Neither our sampler, nor a learner's weights for vLLM, are refused for the lack of them."""
+    model = build_model(family="llama")
+    folder = write_folder(tmp_path, model)
+    stored = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    constants = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(2)}
+    save_file(stored | constants, folder / "model.safetensors")
+    check_shapes(stored_shapes := {name: tuple(t.shape) for name, t in stored.items()}, wanted_shapes(folder))
+    assert tensor_shapes(folder) == stored_shapes
+    decoder = Decoder(read_shape(folder), dtype=torch.float32, device=torch.device("cpu"))
+    decoder.load(folder)
+    assert torch.equal(decoder.embed, stored["model.embed_tokens.weight"])
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
