@@ -193,6 +193,7 @@ class HttpEngine:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
+            "min_p": 0.0,  # or vLLM takes that of the model's generation_config.json
             "repetition_penalty": params.repetition_penalty,
             "seed": seed_for(params.seed, "generate/sample", sample_idx),  # label and index as in the other engines
             "logprobs": 0,  # only that of the sampled token

@@ -75,6 +75,7 @@ def test_every_sample_is_a_request_with_its_own_seed_and_the_whole_decoding_prof
         "temperature": 0.6,
         "top_p": 0.95,
         "top_k": 20,
+        "min_p": 0.0,  # a setting of the model's own would be another decoding
         "repetition_penalty": 1.05,
         "logprobs": 0,
         "return_token_ids": True,
