@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, StringConstraints, field_validator, model_validator
 
 from klear_core.config.benchmark_prompts import QUESTION
 from klear_core.config.settings import Precision, Settings
@@ -16,6 +17,10 @@ from klear_core.config.settings import Precision, Settings
 
 
 Device = Literal["auto", "cpu", "cuda"]
+# `port` raises ValueError for one that is no number up to 65535
+Address = Annotated[
+    str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?$"), AfterValidator(lambda url: (urlsplit(url).port, url)[1])
+]
 
 
 class SamplingConfig(Settings):
@@ -194,8 +199,8 @@ class HttpEngineConfig(Settings):
     """
 
     kind: Literal["http"] = "http"
-    base_url: str
-    """URL up to and including `/v1`."""
+    base_url: Address
+    """URL up to and including `/v1`; without a user name, password or query, as of chat endpoints."""
     model: str
     """Model name at the endpoint, as `/v1/models` lists it."""
     api_key_env: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
@@ -215,7 +220,7 @@ LocalEngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig, Field(discri
 class ChatEndpoint(Settings):
     """One server of a model: its address, its key and its prices."""
 
-    base_url: str = Field(pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?$")
+    base_url: Address
     """URL before `/chat/completions`, such as `https://api.deepseek.com/v1`. A user name, password or query is refused:
     a URL is no place for a key."""
     api_key_env: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")

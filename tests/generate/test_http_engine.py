@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 from completions_endpoint import MODEL, choice
+from pydantic import ValidationError
 
 from klear_core.config.evaluate import HttpEngineConfig, HttpRuntime
 from klear_core.errors import ConfigError, ResourceError
@@ -176,6 +177,14 @@ def test_no_more_requests_are_under_way_than_allowed() -> None:
 
     asyncio.run(main())
     assert most == 3
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000/v1", "http://host:PORT/v1", "http://host:80000/v1", "http://me:k@h/v1"]
+)
+def test_an_address_that_is_none_is_refused_with_the_settings(url: str) -> None:
+    with pytest.raises(ValidationError, match="base_url"):
+        HttpEngineConfig(base_url=url, model=MODEL)
 
 
 def test_the_key_comes_from_the_named_variable(monkeypatch: pytest.MonkeyPatch) -> None:
