@@ -17,10 +17,14 @@ from klear_core.config.settings import Precision, Settings
 
 
 Device = Literal["auto", "cpu", "cuda"]
-# `port` raises ValueError for one that is no number up to 65535
-Address = Annotated[
-    str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?$"), AfterValidator(lambda url: (urlsplit(url).port, url)[1])
-]
+
+
+def _with_a_port(url: str) -> str:
+    _ = urlsplit(url).port  # ValueError for one that is no number up to 65535
+    return url
+
+
+Address = Annotated[str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?$"), AfterValidator(_with_a_port)]
 
 
 class SamplingConfig(Settings):
