@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from klear_core.config.losses import GPPO_PRESETS
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import leaves_of
+from klear_core.config.train import OptimConfig
 from klear_core.errors import ConfigError, meant
 
 Tree = dict[str, Any]
@@ -125,7 +126,7 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
             )
         table = nested
     value = toml_value(text.strip())
-    if keys[-1] == "kind" and table.get("kind", _default_kind(keys[:-1])) != value:
+    if keys[-1] == "kind" and _is_other_class(value, table.get("kind", _default_kind(keys[:-1]))):
         table.clear()
     # A preset and other values of its betas contradict each other, and the later of the two was meant.
     if keys[-1] == "preset":
@@ -134,6 +135,11 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
     _leave_other_place(table, keys)
     table[keys[-1]] = value
     return tree
+
+
+def _is_other_class(kind: object, before: object) -> bool:
+    """Return whether a table of this kind has other settings than one of the kind before. Those of AdamW have not."""
+    return kind != before and kind not in get_args(OptimConfig.model_fields["kind"].annotation)
 
 
 def _leave_other_place(table: Tree, keys: Sequence[str]) -> None:
@@ -206,12 +212,12 @@ def _kinds_of(cfg: BaseModel) -> Tree:
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any], kinds: Mapping[str, Any] | None = None) -> Tree:
-    """Merge `over` into `base` recursively; a table of another `kind` replaces the base table instead.
+    """Merge `over` into `base` recursively; a table of a `kind` with other settings replaces the base table instead.
 
     `kinds` has the kinds of the tables of `base` that name none.
     """
     kinds = kinds or {}
-    if "kind" in over and over["kind"] != base.get("kind", kinds.get("kind")):
+    if "kind" in over and _is_other_class(over["kind"], base.get("kind", kinds.get("kind"))):
         return _copy(over)
     merged = dict(base)
     for key, value in over.items():

@@ -15,6 +15,7 @@ from klear_core.config.losses import ClipConfig, GppoConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import config_digest
+from klear_core.config.train import SftOptimConfig
 from klear_core.errors import ConfigError
 from klear_core.products import instructions
 
@@ -47,6 +48,16 @@ def test_changing_the_kind_forgets_the_settings_of_the_old_kind(profile):
 @pytest.mark.parametrize("overrides", [["rl.loss.kind=gppo"], ["rl.loss.beta_low=0.5", "rl.loss.kind=gppo"]])
 def test_naming_the_kind_that_a_table_has_by_default_keeps_its_settings(profile, overrides):
     assert load_profile(profile, overrides).rl.loss == GppoConfig(beta_low=0.5)
+
+
+def test_another_kind_of_optimizer_keeps_the_rate_and_the_other_settings(profile, tmp_path):
+    (profile / "optim.toml").write_text("[sft.optim]\nlr = 3e-4\nbetas = [0.9, 0.95]\n")
+    settings = SftOptimConfig(kind="adamw_8bit", lr=3e-4, betas=(0.9, 0.95))
+    assert load_profile(profile, ["sft.optim.kind=adamw_8bit"]).sft.optim == settings
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "run.toml").write_text('extends = ".."\n[sft.optim]\nkind = "adamw_8bit"\n')
+    assert load_profile(other).sft.optim == settings
 
 
 def test_a_profile_that_names_the_default_kind_keeps_what_the_extended_one_sets(profile, tmp_path):
