@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactRef
-from klear_core.config.load import apply_override, overlay, profiles_in, read_profile, validate, with_defaults
+from klear_core.config.load import apply_overrides, overlay, profiles_in, read_profile, validate, with_defaults
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import Stage
 from klear_core.errors import ConfigError, meant
@@ -116,9 +116,7 @@ def resolve(profile: str | None, overrides: Sequence[str], settings: PipelineCon
     tree = read_profile(profile_folder(profile))
     if settings is not None:
         tree = overlay(with_defaults(tree), settings.model_dump(mode="json", exclude_unset=True))
-    for override in overrides:
-        tree = apply_override(tree, override)
-    return validate(tree, origin=f"profile {profile}")
+    return validate(apply_overrides(tree, overrides), origin=f"profile {profile}")
 
 
 def grid_file(grid: str) -> Path:

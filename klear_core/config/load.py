@@ -29,10 +29,7 @@ def load_profile(folder: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     Tables have full names (`[rl.optim]`), so a key is spelled the same in a file and after `--set`. A ConfigError names
     the file or override, the key, its value and the allowed values.
     """
-    settings = read_profile(folder)
-    for override in overrides:
-        settings = apply_override(settings, override)
-    return validate(settings, origin=str(folder))
+    return validate(apply_overrides(read_profile(folder), overrides), origin=str(folder))
 
 
 def read_profile(folder: Path) -> Tree:
@@ -103,6 +100,40 @@ def _toml_files(folder: Path) -> list[Path]:
     """Return the files of a profile in the order of their names."""
     # Editors keep hidden files beside a file that is being changed: Emacs `.#rl.toml`, a link to nothing.
     return sorted(file for file in folder.glob("*.toml") if not file.name.startswith("."))
+
+
+def apply_overrides(settings: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
+    """Return a copy of `settings` with all overrides applied in turn.
+
+    Raise ConfigError if another `kind` would remove what an earlier override has set: it would have no effect.
+    """
+    tree = _copy(settings)
+    for override in overrides:
+        tree = apply_override(tree, override)
+    for i, override in enumerate(overrides):
+        keys = _keys(override)
+        if _has(tree, keys):
+            continue
+        for later in overrides[i + 1 :]:
+            *table, last = _keys(later)
+            if last == "kind" and keys[: len(table)] == table:
+                raise ConfigError(
+                    f"--set {override!r} has no effect before --set {later!r}, which begins the table anew: "
+                    "set it after the kind, or leave it out"
+                )
+    return tree
+
+
+def _keys(override: str) -> list[str]:
+    return override.partition("=")[0].strip().split(".")
+
+
+def _has(tree: object, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if not isinstance(tree, dict) or key not in tree:
+            return False
+        tree = tree[key]
+    return True
 
 
 def apply_override(settings: Mapping[str, Any], override: str) -> Tree:

@@ -45,6 +45,15 @@ def test_changing_the_kind_forgets_the_settings_of_the_old_kind(profile):
     assert load_profile(profile, ["rl.loss.kind=clip"]).rl.loss == ClipConfig()
 
 
+def test_a_kind_that_would_remove_what_an_earlier_override_set_is_refused(profile):
+    with pytest.raises(
+        ConfigError, match=r"'rl\.loss\.eps_high=0\.35' has no effect before --set 'rl\.loss\.kind=clip'"
+    ):
+        load_profile(profile, ["rl.loss.eps_high=0.35", "rl.loss.kind=clip"])
+    overrides = ["rl.loss.eps_high=0.3", "rl.loss.kind=clip", "rl.loss.eps_high=0.35"]
+    assert load_profile(profile, overrides).rl.loss == ClipConfig(eps_high=0.35)
+
+
 @pytest.mark.parametrize("overrides", [["rl.loss.kind=gppo"], ["rl.loss.beta_low=0.5", "rl.loss.kind=gppo"]])
 def test_naming_the_kind_that_a_table_has_by_default_keeps_its_settings(profile, overrides):
     assert load_profile(profile, overrides).rl.loss == GppoConfig(beta_low=0.5)
