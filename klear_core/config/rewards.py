@@ -98,6 +98,16 @@ class RewardConfig(Settings):
         )
 
     @model_validator(mode="after")
+    def _right_answers_earn_more(self) -> RewardConfig:
+        # Rewards of the user's own may be all that counts.
+        if self.correct < self.wrong or (self.correct == self.wrong and not self.custom):
+            raise ValueError(
+                f"correct = {self.correct:g} is not above wrong = {self.wrong:g}: right answers would earn no more than "
+                "wrong ones"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _custom_names_differ(self) -> RewardConfig:
         names = [reward.label for reward in self.custom]
         for name in names:
