@@ -36,6 +36,14 @@ class TinyModelConfig(Settings):
     embedding_std: float = Field(default=0.1, gt=0)
     """Standard deviation of the random embeddings, tied to the LM head. Ours, for a tiny model; 0.02 is usual."""
 
+    @model_validator(mode="after")
+    def _heads_fit(self) -> TinyModelConfig:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} is odd, and rotary positions need pairs")
+        return self
+
 
 def _model_in(path: str) -> str:
     """Return the folder of a model: `~` is the home folder; an artifact's folder stands for the model in it."""

@@ -69,6 +69,19 @@ def test_another_kind_of_optimizer_keeps_the_rate_and_the_other_settings(profile
     assert load_profile(other).sft.optim == settings
 
 
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("model.num_heads=3", "num_kv_heads = 2 does not divide num_heads = 3"),
+        ("model.num_heads=1", "num_kv_heads = 2 does not divide num_heads = 1"),
+        ("model.head_dim=15", "head_dim = 15 is odd"),
+    ],
+)
+def test_heads_with_which_no_model_would_run_are_refused(profile, override, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load_profile(profile, [override])
+
+
 def test_a_profile_that_names_the_default_kind_keeps_what_the_extended_one_sets(profile, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
