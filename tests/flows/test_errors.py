@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -81,6 +83,29 @@ def test_a_profile_that_is_no_toml_is_named_with_the_line(klear, tmp_path: Path)
     assert ended.status == 2
     assert f"{tmp_path / 'run.toml'}: not valid TOML" in ended.err
     assert "line 2" in ended.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("show", "sft", "--root", "LOCKED/runs"),
+        ("judge", "LOCKED/answers.jsonl"),
+        ("plan", SMOKE, "--set", "workspace.root=LOCKED/runs"),
+        ("plan", SMOKE, "--set", "given.sft.path=LOCKED/model"),
+    ],
+)
+def test_a_folder_of_somebody_else_is_named(klear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command):
+    locked, stat = str(tmp_path / "locked"), os.stat
+
+    def refuse(path, *args, **kwargs):  # root, as which the tests may run, may look everywhere
+        if str(path).startswith(f"{locked}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    ended = klear(*(str(word).replace("LOCKED", locked) for word in command))
+    assert (ended.status, is_one_message(ended.err)) == (2, True)
+    assert re.search(rf"error: {locked}/\S+: Permission denied", ended.err), ended.err
 
 
 def test_an_unknown_stage_is_an_error_that_lists_the_stages(klear, tmp_path: Path):
