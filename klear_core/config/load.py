@@ -395,7 +395,9 @@ def _typed(key: str, error: Any) -> str:
 def _may_hold_a_key(loc: Sequence[str], value: str) -> bool:
     """Return whether the value may be an API key that was put into this setting by mistake."""
     setting = loc[-1] if loc else ""
-    return setting in ("api_key_env", "api_key_block") or (setting == "base_url" and not {"@", "?"}.isdisjoint(value))
+    return setting in ("api_key_env", "api_key_block", "webhook_env") or (
+        setting == "base_url" and not {"@", "?"}.isdisjoint(value)
+    )
 
 
 def _without_tags(loc: Sequence[str], model: Any) -> list[str]:

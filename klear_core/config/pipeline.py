@@ -95,7 +95,7 @@ NotifyEvent = Literal["failed", "waiting", "promoted", "refused", "disk", "budge
 class NotifyConfig(Settings):
     """Receivers of a run's events, each told with the line that matters and a link."""
 
-    webhook_env: str = ""
+    webhook_env: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Name of the environment variable with the URL of a webhook, which gets JSON; never the URL, which may hold a
     key."""
     blocks: tuple[Annotated[str, Field(pattern=r"^[a-z0-9-]+/[a-z0-9-]+$")], ...] = ()

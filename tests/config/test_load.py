@@ -337,3 +337,11 @@ def test_auto_is_the_data_type_that_this_processor_multiplies_fast():
     assert (RlConfig.model_validate({"dtype": "auto"}).dtype, engine.dtype) == (found, found)
     # Two processors compute with different numbers, so that the stages' hashes differ too.
     assert config_digest(engine) == config_digest(TorchEngineConfig(dtype=found))
+
+
+def test_a_webhooks_address_in_place_of_its_variable_is_refused_and_not_shown(profile):
+    with pytest.raises(
+        ConfigError, match=r"workspace\.notify\.webhook_env: .*not shown, because it may hold"
+    ) as raised:
+        load_profile(profile, ["workspace.notify.webhook_env=https://hooks.example.com/T0/SECRET"])
+    assert "SECRET" not in str(raised.value)
