@@ -1,12 +1,16 @@
 """Save databases, objects and finished artifacts to a folder, or restore them: `backup.py save|restore FOLDER`.
 
-Nothing has to stop for `save`: the databases come first, so that what they name is there when the rest is copied. Before
-`restore`, stop all that writes. Redis is left out: it holds only what is in flight.
+Nothing has to stop for `save`: the databases come first, so that what they name is there when the rest is copied, and
+what a run deletes meanwhile is left out. Before `restore`, stop all that writes. Redis is left out: it holds only what is
+in flight.
 """
 
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 import s3fs
@@ -16,8 +20,12 @@ RUNS = Path("runs")
 UNFINISHED = ".building"
 
 
-def _finished(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    return None if UNFINISHED in Path(member.name).parts else member
+def _save_runs(out: tarfile.TarFile) -> None:
+    for parent, folders, names in os.walk(RUNS):
+        folders[:] = [name for name in folders if name != UNFINISHED]
+        for name in (*folders, *names):
+            with suppress(FileNotFoundError):  # records are written every few seconds, by a rename of a temporary file
+                out.add(Path(parent, name), recursive=False)
 
 
 def save(folder: Path) -> None:
@@ -25,6 +33,7 @@ def save(folder: Path) -> None:
     if folder.exists():
         raise SystemExit(f"{folder} exists: give a new name")
     part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)  # of a save that did not end
     part.mkdir()
     for name in DATABASES:
         subprocess.run(["pg_dump", "--format=custom", f"--file={part / name}.dump", name], check=True)
@@ -33,10 +42,12 @@ def save(folder: Path) -> None:
         for key in store.find(bucket):
             file = part / "objects" / key
             file.parent.mkdir(parents=True, exist_ok=True)
-            store.get_file(key, file)
+            try:
+                store.get_file(key, file)
+            except FileNotFoundError:  # unfinished work, which a stage deletes at its end
+                file.unlink(missing_ok=True)
     with tarfile.open(part / "runs.tar", "w") as out:
-        if RUNS.is_dir():
-            out.add(RUNS, filter=_finished)
+        _save_runs(out)
     part.rename(folder)
 
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from object_server import object_server
 from typer.main import get_command
 
 from flows.cli import app
@@ -138,6 +140,46 @@ def test_a_service_waits_only_for_what_exists_and_can_be_ready():
 def test_api_servers_are_healthy_only_when_ready_and_the_proxy_asks_them_the_same():
     assert services()["prefect-1"]["healthcheck"]["test"][-1].endswith("/api/ready")
     assert "health_uri /api/ready" in (COMPOSE / "Caddyfile").read_text()
+
+
+def test_a_backup_leaves_out_what_a_run_deletes_meanwhile_and_a_broken_one_can_be_repeated(tmp_path, monkeypatch):
+    (tmp_path / "pg_dump").write_text("#!/bin/sh\n[ -f works ] || { touch works; exit 1; }\n")
+    (tmp_path / "pg_dump").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    for name in ("history/one", "history/two", "artifacts/.building/sft"):
+        (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / name).touch()
+    with object_server("klear"):
+        spec = importlib.util.spec_from_file_location("backup", COMPOSE / "backup.py")
+        backup = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(backup)
+        store = backup.s3fs.S3FileSystem()  # there is one for an environment
+        store.pipe({"klear/one": b"1", "klear/two": b"2"})
+        copy, add = store.get_file, tarfile.TarFile.add
+
+        def copy_one(key: str, file: Path) -> None:
+            copy(key, file)
+            store.rm({"klear/one", "klear/two"}.difference([key]).pop())
+
+        def add_one(out: tarfile.TarFile, path: Path, **options: object) -> None:
+            add(out, path, **options)
+            for other in {"one", "two"}.difference([Path(path).name]) if Path(path).is_file() else ():
+                Path(path).with_name(other).unlink()
+
+        monkeypatch.setattr(store, "get_file", copy_one)
+        monkeypatch.setattr(tarfile.TarFile, "add", add_one)
+        with pytest.raises(subprocess.CalledProcessError):
+            backup.save(tmp_path / "saved")
+        backup.save(tmp_path / "saved")
+    assert len(list((tmp_path / "saved" / "objects" / "klear").iterdir())) == 1
+    with tarfile.open(tmp_path / "saved" / "runs.tar") as saved:
+        kept = set(saved.getnames())
+    assert (
+        {"runs/history", "runs/artifacts"}
+        < kept
+        < {"runs/history", "runs/artifacts", "runs/history/one", "runs/history/two"}
+    )
 
 
 def test_the_image_copies_what_exists_installs_extras_of_ours_and_does_not_run_as_root():
