@@ -57,6 +57,11 @@ _IS_SILENT = r"Unable to contact slurm|Communication \w+ failure|Socket timed ou
 _HAS_NO_NODES = r"not available|nodes are busy"
 _FOR_EVER = r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Max\w+PerJob|Invalid(QOS|Account)"
 """Reasons of squeue that no wait ends."""
+_CRON_NAMES = {
+    name: number
+    for first, names in ((0, "sun mon tue wed thu fri sat"), (1, "jan feb mar apr may jun jul aug sep oct nov dec"))
+    for number, name in enumerate(names.split(), first)
+}
 
 
 def submit(config: PipelineConfig, target: Target, selection: StageSelection, *, is_dry_run: bool) -> None:
@@ -154,6 +159,29 @@ def _require_times(target: KubeTarget) -> None:
         name = "schedule" if key == "cron" else "time_zone"
         said = "no times as cron writes them" if key == "cron" else "no time zone, such as Europe/Berlin"
         raise ConfigError(f"workspace.submit.kube.{name} = {getattr(target, name)!r}: {said}") from e
+    part = _unknown_to_kuberay(target.schedule)
+    if part:
+        raise ConfigError(
+            f"workspace.submit.kube.schedule = {target.schedule!r}: KubeRay cannot read {part}; Sunday is 0, a range"
+            " ends after it begins, and @every counts hours, minutes or seconds: @every 36h"
+        )
+
+
+def _unknown_to_kuberay(schedule: str) -> str:
+    """Return a part that Prefect's reader of cron takes and KubeRay's (robfig/cron, ParseStandard) does not."""
+    if schedule.startswith("@"):
+        is_known = not schedule.startswith("@every ") or re.fullmatch(r"@every (\d+(\.\d+)?[hms])+", schedule)
+        return "" if is_known else schedule
+    *_, days = fields = [field.split(",") for field in schedule.lower().split()]
+    for part in (part for field in fields for part in field):
+        ends = [str(_CRON_NAMES.get(end, end)) for end in part.partition("/")[0].split("-")]
+        if ends[0] in ("*", "?"):
+            continue
+        if not all(end.isdecimal() for end in ends) or ends != sorted(ends, key=int):
+            return part
+        if part in days and int(ends[-1]) > _CRON_NAMES["sat"]:
+            return part
+    return ""
 
 
 def _require_receiver(target: Target, submit: SubmitConfig) -> None:

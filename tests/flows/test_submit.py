@@ -120,6 +120,10 @@ def test_what_does_not_fit_the_nodes_that_are_asked_for_is_refused(tmp_path):
         ("slurm", ["slurm.sbatch={nodes='3'}"], "nodes is set by klear submit itself"),
         ("slurm", ["slurm.sbatch={no-requeue=''}"], "no-requeue is set by klear submit itself"),
         ("kube", [*POD, "kube.schedule='61 3 * * 1'"], "no times as cron writes them"),
+        ("kube", [*POD, "kube.schedule='0 3 * * 1,7'"], "KubeRay cannot read 7"),
+        ("kube", [*POD, "kube.schedule='0 22-4 * * fri'"], "KubeRay cannot read 22-4"),
+        ("kube", [*POD, "kube.schedule='0 3 * * 5#2'"], "KubeRay cannot read 5#2"),
+        ("kube", [*POD, "kube.schedule='@every 7d'"], "KubeRay cannot read @every 7d"),
         ("kube", [*POD, "kube.schedule='@every 6h'", "kube.time_zone=Mars"], "no time zone, such as Europe/Berlin"),
         ("kube", [*POD, "image=my image"], "workspace.submit.image = 'my image': no name of an image"),
     ],
@@ -128,6 +132,15 @@ def test_what_a_target_cannot_do_is_refused(tmp_path, target, settings, refused)
     asked = [word for setting in settings for word in ("--set", f"workspace.submit.{setting}")]
     with pytest.raises(ConfigError, match=re.escape(refused)):
         submitted(tmp_path, "smoke", "--to", target, *asked, "--dry-run")
+
+
+@pytest.mark.parametrize("schedule", ["7 */3 7,8 jan-jul sun,1-5", "@every 1h30m"])
+def test_times_that_kuberay_reads_are_taken(tmp_path, schedule):
+    asked = [
+        word for setting in (*POD, f"kube.schedule={schedule}") for word in ("--set", f"workspace.submit.{setting}")
+    ]
+    shown = submitted(tmp_path, "smoke", "--to", "kube", *asked, "--dry-run")
+    assert "kind: RayCronJob" in shown
 
 
 @pytest.mark.parametrize(
