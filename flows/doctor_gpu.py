@@ -175,7 +175,10 @@ def other_processes() -> Iterator[Check]:
     if shutil.which("nvidia-smi") is None:
         return
     query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
-    for line in ask_program(query, timeout_s=60).output.splitlines():
+    answer = ask_program(query, timeout_s=60)
+    if answer.failure:  # which the line of the driver tells; nvidia-smi prints its errors to standard output
+        return
+    for line in answer.output.splitlines():
         pid, *what = line.split(", ")
         fix = f"an engine's cache becomes smaller by what it holds; if nobody needs it: kill {pid}"
         yield Check(name="GPU memory", found=f"process {pid} ({', '.join(what)})", is_good=False, fix=fix)

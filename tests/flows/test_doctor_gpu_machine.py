@@ -14,6 +14,7 @@ from flows.doctor_gpu import (
     driver_check,
     facts_checks,
     needed_driver,
+    other_processes,
     report_checks,
     torch_check,
     vllm_check,
@@ -203,3 +204,16 @@ def test_the_programs_are_json_on_one_line(tmp_path: Path):
     """A library may print a warning first."""
     python = program(tmp_path, "python", f"echo warning; echo '{json.dumps({'vllm': '0.32.0'})}'")
     assert ask_json(str(python), "") == {"vllm": "0.32.0"}
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("echo NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.; exit 9", []),
+        ("echo 4711, python3, 20000 MiB", ["process 4711 (python3, 20000 MiB)"]),
+    ],
+)
+def test_a_broken_driver_is_no_process_that_holds_memory(tmp_path: Path, monkeypatch, script: str, found: list[str]):
+    program(tmp_path, "nvidia-smi", script)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert [check.found for check in other_processes()] == found
