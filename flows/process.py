@@ -112,6 +112,8 @@ def escape_unprintable() -> None:
 def bypass_proxies_for_loopback() -> None:
     """Add loopback addresses to NO_PROXY: a proxy would look for these servers on its own machine."""
     listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if listed.strip() == "*":  # everything; in a list urllib and requests do not know it
+        return
     hosts = dict.fromkeys([*filter(None, listed.split(",")), "127.0.0.1", "localhost"])
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)  # programs read one or the other
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 import pytest
@@ -54,6 +54,13 @@ def test_what_else_has_no_proxy_still_has_none(monkeypatch: pytest.MonkeyPatch):
     bypass_proxies_for_loopback()
     bypass_proxies_for_loopback()
     assert getproxies()["no"] == "intranet.example,127.0.0.1,localhost"
+
+
+def test_a_proxy_that_is_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"http_proxy": NOBODY, "no_proxy": "*", "NO_PROXY": "*"}.items():
+        monkeypatch.setenv(name, value)
+    bypass_proxies_for_loopback()
+    assert proxy_bypass("example.org")
 
 
 def test_a_command_knows_it_before_it_asks_anything_of_a_server(
