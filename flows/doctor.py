@@ -230,7 +230,9 @@ def check_vllm() -> Check:
         answer = ask_program([sys.executable, "-c", _VLLM_PROBE], timeout_s=300)
         if not answer.failure:
             return Check(name="vLLM", found=found, is_good=True)
-        fix = "install it in a new environment: " + ("make gpu" if name == "vllm" else "infra/vllm/install_cpu.sh VENV")
+        fix = "install it in a new environment: " + (
+            "make gpu" if name == "vllm" else "sh infra/vllm/install_cpu.sh VENV"
+        )
         return Check(name="vLLM", found=f"{found} does not import: {answer.failure}", is_good=False, fix=fix)
     return Check(
         name="vLLM",

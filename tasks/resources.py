@@ -100,7 +100,7 @@ def store_bytes(weights: int, *, shm_free: int) -> int:
     """Return the size of Ray's store for so many bytes of weights; what does not fit, Ray moves to the disk."""
     wanted = _STORE_FLOOR_BYTES + _COPIES_OF_WEIGHTS * weights
     # Ray takes this memory from the machine's, of which learner and engines need the rest.
-    most = psutil.virtual_memory().available // 2
+    most: int = psutil.virtual_memory().available // 2
     # Less than is free, because others may take some before Ray looks.
     in_shm = shm_free - shm_free // 20
     return max(_STORE_FLOOR_BYTES, min(wanted, most, max(in_shm, _SLOW_STORE_BYTES)))

@@ -102,8 +102,8 @@ class RewardConfig(Settings):
         # Rewards of the user's own may be all that counts.
         if self.correct < self.wrong or (self.correct == self.wrong and not self.custom):
             raise ValueError(
-                f"correct = {self.correct:g} is not above wrong = {self.wrong:g}: right answers would earn no more than "
-                "wrong ones"
+                f"correct = {self.correct:g} is not above wrong = {self.wrong:g}: right answers would earn no more "
+                "than wrong ones"
             )
         return self
 
