@@ -148,7 +148,7 @@ def export_model(
 
     `max_position_embeddings` raises the config's window (never lowers it): vLLM refuses prompt + response beyond it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     tokenizer = load_tokenizer(source)
     config = AutoConfig.from_pretrained(source, local_files_only=True)
@@ -161,10 +161,13 @@ def export_model(
     # The shell has no memory, because save_pretrained takes the weights from `state`.
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config)
-    shell.generation_config = _generation_config(source, tokenizer.eos_token_id)
+    shell.generation_config = GenerationConfig()
     temporary = target.with_name(target.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shell.save_pretrained(temporary, state_dict=state)
+    # By itself: `save_pretrained` refuses settings that transformers reads, such as a temperature without `do_sample`.
+    generation_config = _generation_config(source, tokenizer.eos_token_id)
+    generation_config.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(temporary)
     # Left by a run that was killed after its rename; the rename below needs the name to be free.
     shutil.rmtree(target, ignore_errors=True)

@@ -126,6 +126,17 @@ def test_export_stops_at_the_end_of_a_turn_and_at_what_the_source_stopped_at(fol
     assert json.loads((made / "config.json").read_text())["eos_token_id"] == 258
 
 
+def test_sampling_settings_that_transformers_reads_and_refuses_to_save_are_written_as_they_were(folder, tmp_path):
+    """Vicuna and others state a temperature without `do_sample`: the export at the end of a training must not fail."""
+    source = tmp_path / "source"
+    shutil.copytree(folder, source)
+    stated = {"temperature": 0.9, "top_p": 0.6, "pad_token_id": -1}
+    (source / "generation_config.json").write_text(json.dumps(stated))
+    export_model(full_weights(load_model(source, device="cpu")), source, tmp_path / "model")
+    written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert stated | {"eos_token_id": [258]} == {key: written[key] for key in (*stated, "eos_token_id")}
+
+
 @pytest.mark.parametrize("renamed", ["model.layers.0.self_attn.q_proj.base_layer.weight", "q_proj.weight"])
 def test_weights_without_a_tensor_of_the_model_are_refused_instead_of_drawn_at_random(folder, tmp_path, renamed):
     source = tmp_path / "source"
