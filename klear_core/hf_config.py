@@ -50,6 +50,7 @@ class HfConfig(BaseModel):
     attn_logit_softcapping: float | None = None
     logit_scale: float | None = None
     logits_scaling: float | None = None
+    quantization_config: dict[str, Any] | None = None
     num_experts: int = 0
     """The most experts that any key of the file states, also within another such as `text_config`."""
     num_experts_per_tok: int | None = None
@@ -210,6 +211,7 @@ def unusual_keys(config: HfConfig) -> Iterator[str]:
         "mlp_bias": bool(config.mlp_bias),
         "use_sliding_window": bool(config.use_sliding_window),
         "layer_types": bool(set(config.layer_types or ()) - {"full_attention"}),
+        "quantization_config": bool(config.quantization_config),
         rope_key: config.rope_type != "default" or config.rope.get("partial_rotary_factor", 1) != 1,
     }
     yield from (key for key, is_unusual in unusual.items() if is_unusual)
@@ -281,6 +283,9 @@ def check_architecture(folder: Path, *, is_trained: bool = True) -> None:
 
 
 def _check_forward_pass(path: Path, config: HfConfig) -> None:
+    if config.quantization_config:
+        method = config.quantization_config.get("quant_method", "a method that it does not name")
+        raise ConfigError(f"{path}: the weights are quantised ({method}); train the model that was quantised")
     # A value that changes nothing is accepted: some configs state a scale of 1.
     neutral = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
     for key, value in neutral.items():

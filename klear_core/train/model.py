@@ -129,6 +129,12 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
             f"{folder}: {len(missing)} of the model's tensors are not in its weights ({', '.join(missing[:3])}); "
             "was it saved with adapters that are not merged, or for another config.json?"
         )
+    # Then transformers ties nothing, and engines leave the file's head out.
+    if hf.config.tie_word_embeddings and hf.get_output_embeddings().weight is not hf.get_input_embeddings().weight:
+        raise ConfigError(
+            f"{folder}: config.json has tie_word_embeddings = true, but the weights have another lm_head.weight, which "
+            "engines would not use: set it to false there, or delete that tensor"
+        )
     return hf
 
 

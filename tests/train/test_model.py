@@ -149,6 +149,19 @@ def test_weights_without_a_tensor_of_the_model_are_refused_instead_of_drawn_at_r
         load_model(source, device="cpu")
 
 
+def test_a_head_of_its_own_beside_a_config_that_ties_it_is_refused(folder, tmp_path):
+    """transformers would train it apart, and engines, which go by the config, would never use it."""
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    weights = load_file(model / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embedding.clone()}, model / "model.safetensors", metadata={"format": "pt"})
+    load_model(model, device="cpu")
+    save_file(weights | {"lm_head.weight": 2 * embedding}, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings = true, but .* another lm_head\.weight"):
+        load_model(model, device="cpu")
+
+
 def test_export_never_lowers_the_window_and_replaces_what_a_killed_run_left(folder, tmp_path):
     for _ in range(2):
         export_model(
@@ -168,6 +181,7 @@ def test_export_in_bfloat16_says_so_in_the_config(folder, tmp_path):
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"the weights are quantised \(fp8\)"),
     ],
 )
 def test_a_model_that_would_be_computed_wrongly_is_refused(folder, tmp_path, change, complaint):
