@@ -39,7 +39,7 @@ from klear_core.evaluate.answers.stored import (
     is_rejudged,
     rejudged_answers,
 )
-from klear_core.evaluate.counts import Shares
+from klear_core.evaluate.counts import AnswerSummary
 from klear_core.prompts import NO_CLOSE_TAG
 from klear_core.report.answers import ALL_TEMPLATES, shown_shares, write_viewer
 from klear_core.scores import Estimate, points, range_text
@@ -344,7 +344,7 @@ def score_table(title: str, first: str, *more: str) -> Table:
     return table
 
 
-def _cells(shares: Shares) -> list[str]:
+def _cells(shares: AnswerSummary) -> list[str]:
     _, num_answers, score, interval, *others = shown_shares(shares)
     return [num_answers, f"{score}\n[dim]{interval}[/]", *others]
 

@@ -321,7 +321,7 @@ class AnswerToJudge:
 Judge = Callable[[Problem, str], Awaitable[Verdict]]
 """Returns the verdict on a complete model output, think tags included; the real one is `JudgePool.judge_async`."""
 
-RewardValues = Callable[[Problem, Completion, Verdict], Awaitable[Mapping[str, float | None]]]
+RewardFunction = Callable[[Problem, Completion, Verdict], Awaitable[Mapping[str, float | None]]]
 """Returns the values of the user's rewards by name, None for one that failed by itself, FAILED_ON_ANSWER for one that
 failed on this answer alone; the real one is `UserRewards`."""
 FAILED_ON_ANSWER = -math.inf
@@ -479,7 +479,7 @@ class TrainSample(TokenCounts):
         return len(self.teacher_logps) > 0
 
 
-Scorer = Callable[[Sequence[TrainSample]], Awaitable[tuple[TrainSample, ...]]]
+TeacherLogps = Callable[[Sequence[TrainSample]], Awaitable[tuple[TrainSample, ...]]]
 """Returns answers with a teacher's log-probs of their tokens; the real one is that of `live_teacher`."""
 
 

@@ -35,7 +35,7 @@ _RIGHT = "right"
 that forms of one wrong value split, and maj@n is a little higher than with a judge between all answers."""
 
 
-class Shares(Settings):
+class AnswerSummary(Settings):
     """The score of one set of answers, and the counts shown beside it; the score is None if nothing could be scored."""
 
     num_answers: int
@@ -127,13 +127,13 @@ class AnswerCounts:
         """Share of all answers that ran out of tokens."""
         return self.num_truncated / self.num_answers
 
-    def shares(self, *, confidence: float, decoding: Decoding) -> Shares:
+    def summary(self, *, confidence: float, decoding: Decoding) -> AnswerSummary:
         """Return the counts so far with the mean over problems; `decoding` is that of the answers."""
         # If a file says it of some answers alone, the others count as not cut off.
         is_known = self.num_ends_unknown < self.num_answers
         num_truncated = self.num_truncated if is_known else None
         score = self.score(confidence=confidence, has_rerun=decoding == "sampled")
-        return Shares(
+        return AnswerSummary(
             num_answers=self.num_answers,
             num_problems=len(self.problems),
             score=score.estimate if score else None,

@@ -24,7 +24,7 @@ from klear_core.hf_config import read_hf_config
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.prompts import check_same_tokens
 from klear_core.train.base_model import model_folder
-from klear_core.types import Scorer, TrainSample
+from klear_core.types import TeacherLogps, TrainSample
 
 SCORED = "scored"
 """Folder of the scored answers in the artifact."""
@@ -142,7 +142,7 @@ async def live_teacher(
     sampling: SamplingConfig,
     workdir: Path,
     start_sampler: StartSampler = start_here,
-) -> AsyncIterator[Scorer]:
+) -> AsyncIterator[TeacherLogps]:
     """Start the teacher for the block; yield what scores the answers of an RL step, which were sampled so.
 
     Raise ConfigError if teacher and student have different tokens. The scorer raises as `scored_by` does.

@@ -21,7 +21,7 @@ from klear_core.config.evaluate import PLAIN_TEMPLATE
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.answers.rejudge import mark_of
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow, in_template
-from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
+from klear_core.evaluate.counts import AnswerCounts, AnswerSummary, Decoding
 from klear_core.report.run.build import HERE, page_template, stylesheet
 from klear_core.scores import NONE, interval_text, percent
 from klear_core.types import CodeReference, CustomReference, MathReference, Reference, UnverifiableReference
@@ -303,7 +303,7 @@ def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, 
     numbers = {name: i for i, name in enumerate(benchmarks)}
     rows = []
     for (source, benchmark, template, decoding), counts in stored.counts.items():
-        shares = counts.shares(confidence=_CONFIDENCE, decoding=decoding)
+        shares = counts.summary(confidence=_CONFIDENCE, decoding=decoding)
         rows.append([benchmark, sources[source].name, in_template(decoding, template), *shown_shares(shares)])
     origins = [
         {"name": source.name, "origin": source.origin, "templates": dict(source.templates)} for source in sources
@@ -323,7 +323,7 @@ def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, 
     }
 
 
-def shown_shares(shares: Shares) -> list[str]:
+def shown_shares(shares: AnswerSummary) -> list[str]:
     """Return the cells of a row: problems, answers, score, interval, cut off, no answer, not judged."""
     num, score = shares.num_answers, shares.score
     value = percent(score.value) if score else NONE

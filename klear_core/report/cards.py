@@ -94,7 +94,7 @@ def _licences(licence: str) -> str | list[str]:
 def _results(facts: CardFacts) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     for (benchmark, decoding), counts in facts.counts.items():
-        score = counts.shares(confidence=CONFIDENCE, decoding=decoding).score
+        score = counts.summary(confidence=CONFIDENCE, decoding=decoding).score
         if decoding == "sampled" and score is not None:
             name = _score_name(counts)
             metric = {"type": "accuracy", "name": name, "value": round(100 * score.value, 2)}
@@ -133,7 +133,7 @@ def _scores_section(facts: CardFacts) -> str:
 
 
 def _score_row(benchmark: str, decoding: Decoding, counts: AnswerCounts) -> list[str]:
-    shares = counts.shares(confidence=CONFIDENCE, decoding=decoding)
+    shares = counts.summary(confidence=CONFIDENCE, decoding=decoding)
     score, num = shares.score, shares.num_answers
     value = percent(score.value) if score else NONE
     rerun = interval_text(score.rerun) if score and score.rerun else NONE

@@ -26,7 +26,7 @@ from typing import Self
 
 from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
-from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
+from klear_core.rl.groups import CANCELLED, SURPLUS, filter_groups
 from klear_core.rl.rewards import complete_rewards
 from klear_core.rl.rollout import RolloutClient, StallWatch, StepRollouts
 from klear_core.rl.stream import POOL_UNIT, PromptStream, StreamItem
@@ -87,7 +87,7 @@ class ContinuousRollouts:
     ) -> None:
         await self._cancel_open()
 
-    def allow_another(self) -> None:
+    def weights_updated(self) -> None:
         """Count one version: the engines have new weights, so that younger groups may be begun."""
         self._version += 1
         self._begin_groups()
@@ -158,7 +158,7 @@ class ContinuousRollouts:
             for task in tasks:
                 task.cancel()
         sampled = RolloutGroup(problem=item.problem, rollouts=complete_rewards(rollouts, self._cfg))
-        kept = keep_informative([sampled], self._cfg)
+        kept = filter_groups([sampled], self._cfg)
         # Not the present version: the deadline follows from the one under which the group was begun.
         version = self._open.pop(item.position).version
         if kept.groups:

@@ -58,7 +58,7 @@ class Kept:
     drops: DropCounts
 
 
-def keep_informative(groups: Sequence[RolloutGroup], cfg: RlConfig) -> Kept:
+def filter_groups(groups: Sequence[RolloutGroup], cfg: RlConfig) -> Kept:
     """Drop unusable answers, then the groups that the filter rejects; `to_samples` counts the answers that are left."""
     kept, drops = [], DropCounts()
     for group in groups:

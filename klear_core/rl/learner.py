@@ -26,13 +26,13 @@ from klear_core.errors import ArtifactError, ConfigError
 from klear_core.generate.engine import TensorSpec
 from klear_core.hf_config import read_hf_config
 from klear_core.rl.groups import cut_minibatches
-from klear_core.rl.losses import TrainBatch, at_step, leaving_squares, m2_cutoff
+from klear_core.rl.losses import LossInputs, at_step, leaving_squares, m2_cutoff
 from klear_core.rl.objective import (
     Denominators,
     EntropyBonus,
     MiniBatch,
     loss_head,
-    make_batch,
+    make_loss_inputs,
     staleness,
     update_metrics,
 )
@@ -69,8 +69,8 @@ from klear_core.train.packing import MicroBatch
 from klear_core.train.step import (
     PROFILES,
     RankPaces,
-    StepResult,
     Updater,
+    UpdateResult,
     check_profiled,
     profiled,
     save_bad_batch,
@@ -109,7 +109,7 @@ class Learner:
         """Notes for the stage's manifest."""
         check_profiled(runtime.profile_steps, cfg.num_steps)
         self._num_skipped = 0
-        self._entropy_bonus = EntropyBonus(coef=cfg.entropy_coef, weight=cfg.entropy_coef)
+        self._entropy_bonus = EntropyBonus(coef=cfg.entropy_coef, applied=cfg.entropy_coef)
         self._policy = self._load()
         # A second, frozen copy of the initial model; `restore` changes the policy and never this one. With LoRA none is
         # needed, because the policy without its adapters is the initial model.
@@ -149,12 +149,12 @@ class Learner:
         if self.cfg.entropy_target is None:
             return {}
         bonus = self._entropy_bonus
-        return {"learner/entropy_coef": bonus.coef, "learner/entropy_weight": bonus.weight}
+        return {"learner/entropy_coef": bonus.coef, "learner/entropy_weight": bonus.applied}
 
     def _restore_entropy_bonus(self, counters: Counters) -> None:
         if self.cfg.entropy_target is not None:
-            coef, weight = counters["learner/entropy_coef"], counters["learner/entropy_weight"]
-            self._entropy_bonus = EntropyBonus(coef=coef, weight=weight)
+            coef, applied = counters["learner/entropy_coef"], counters["learner/entropy_weight"]
+            self._entropy_bonus = EntropyBonus(coef=coef, applied=applied)
 
     def finish_save(self) -> None:
         """Wait until the last checkpoint is complete (collective call)."""
@@ -267,7 +267,7 @@ class Learner:
         results = [self._update(minibatch, stats) for minibatch in minibatches]
         metrics = update_metrics(minibatches, results, stats, self.world, max_log_ratio=self.cfg.max_log_ratio)
         if self.cfg.entropy_target is not None:
-            metrics["rl/entropy/coef"] = self._entropy_bonus.weight
+            metrics["rl/entropy/coef"] = self._entropy_bonus.applied
             # Absent without an applied update. The mean over all ranks' tokens, so that all ranks adapt alike.
             if (entropy := metrics.get("rl/entropy/mean")) is not None:
                 self._entropy_bonus = self._entropy_bonus.after(entropy, self.cfg.entropy_target)
@@ -330,14 +330,14 @@ class Learner:
         # Count the samples of all ranks, because gradients are summed over ranks, not averaged.
         denominators = Denominators.of(samples)
         batches = [self._batch(micro, samples, denominators) for micro in packed.micro_batches]
-        return MiniBatch(samples=samples, packed=packed, batches=tuple(batches))
+        return MiniBatch(samples=samples, packed=packed, inputs=tuple(batches))
 
     def _logp_head(self, micro: MicroBatch) -> Head[TokenLogps]:
         # Use the sampling temperature, because the policy is the distribution that tokens were drawn from.
         return partial(token_logps, target_N=micro.target_N, temperature=self.cfg.rollout.sampling.temperature)
 
     @torch.no_grad()
-    def _batch(self, micro: MicroBatch, samples: Sequence[TrainRow], denominators: Denominators) -> TrainBatch:
+    def _batch(self, micro: MicroBatch, samples: Sequence[TrainRow], denominators: Denominators) -> LossInputs:
         """Return the inputs of a micro-batch's loss; those of the old and the initial model by a forward pass each."""
         cfg, head = self.cfg, self._logp_head(micro)
         ref_logp_N = self._ref_logps(micro, head) if cfg.kl_coef > 0 else None
@@ -345,7 +345,7 @@ class Learner:
         # is needed even if the sampler's log-probs are used.
         needs_forward = cfg.old_logps == "learner" or cfg.erc is not None
         old: TokenLogps | None = self._policy(micro, head) if needs_forward else None
-        return make_batch(micro, samples, old, ref_logp_N, denominators, cfg)
+        return make_loss_inputs(micro, samples, old, ref_logp_N, denominators, cfg)
 
     @torch.no_grad()
     def _m2_cutoff(self, minibatch: MiniBatch, loss: M2poConfig) -> float:
@@ -354,21 +354,21 @@ class Learner:
         A forward pass of its own, because the weights of the first micro-batch depend on the last (collective call).
         """
         squares = []
-        for micro, batch in zip(minibatch.packed.micro_batches, minibatch.batches, strict=True):
+        for micro, batch in zip(minibatch.packed.micro_batches, minibatch.inputs, strict=True):
             found: TokenLogps = self._policy(micro, self._logp_head(micro))
             squares.append(leaving_squares(found.logp_N, batch, self.cfg.max_log_ratio))
         return m2_cutoff(self.world.concat(torch.cat(squares)), loss.max_second_moment)
 
-    def _update(self, minibatch: MiniBatch, stats: TokenStats) -> StepResult:
+    def _update(self, minibatch: MiniBatch, stats: TokenStats) -> UpdateResult:
         # Loss with its scheduled betas, and weight of the entropy bonus, at this RL step.
         loss = at_step(self.cfg.loss, self.version)
-        cfg = self.cfg.model_copy(update={"loss": loss, "entropy_coef": self._entropy_bonus.weight})
-        update_stats, batches = TokenStats(self.world.device), minibatch.batches
+        cfg = self.cfg.model_copy(update={"loss": loss, "entropy_coef": self._entropy_bonus.applied})
+        update_stats, batches = TokenStats(self.world.device), minibatch.inputs
         if isinstance(cfg.loss, M2poConfig):
             cutoff = self._m2_cutoff(minibatch, cfg.loss)
             batches = tuple(replace(batch, m2_cutoff=cutoff) for batch in batches)
         loss_heads = [loss_head(batch, cfg, update_stats) for batch in batches]
-        result = self._updater.step(minibatch.packed, loss_heads, step=self.version)
+        result = self._updater.update(minibatch.packed, loss_heads, step=self.version)
         # Statistics of a skipped update are discarded: one NaN would spoil the sums of the complete RL step.
         if result.is_applied:
             stats.merge(update_stats)

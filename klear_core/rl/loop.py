@@ -53,14 +53,14 @@ from klear_core.rl.stream import Curriculum, PromptStream
 from klear_core.scores import SHOWN_FILE, read_pass_rates
 from klear_core.stopping import StoppedEarly, checkpoint_first
 from klear_core.train.base_model import engine_window, model_folder
-from klear_core.types import Judge, PassRate, Problem, RewardValues, Scorer
+from klear_core.types import Judge, PassRate, Problem, RewardFunction, TeacherLogps
 from klear_core.waits import TRACE_FILE, loop_watched, now, span, traced, waiting
 
 log = logging.getLogger(__name__)
 
 _CHECK_FROM_STEP = 20  # steps after which a run whose groups give no gradient is stopped
 _NUM_SHOWN = 20  # most steps, spread over the run, whose first answers are saved for the report, beside the last
-OpenTeacher = Callable[[], AbstractAsyncContextManager[Scorer | None]]
+OpenTeacher = Callable[[], AbstractAsyncContextManager[TeacherLogps | None]]
 """Starts a teacher that scores the answers of each step, or none."""
 no_teacher: OpenTeacher = nullcontext
 
@@ -69,7 +69,7 @@ no_teacher: OpenTeacher = nullcontext
 class Extras:
     """Optional parts of a run, beside learner, engines and judge."""
 
-    custom_rewards: RewardValues = no_rewards
+    custom_rewards: RewardFunction = no_rewards
     inline_eval: InlineEval | None = None
     pass_rates: Mapping[str, PassRate] | None = None
     """Tags of the problems, for the curriculum."""
@@ -178,7 +178,7 @@ async def run_steps(
     rollouts: Lookahead | ContinuousRollouts,
     step_log: StepLog,
     evals: InlineEvals,
-    teacher: Scorer | None = None,
+    teacher: TeacherLogps | None = None,
 ) -> None:
     """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates, except
     in mode `delayed`."""
@@ -210,7 +210,7 @@ async def run_steps(
                 await sync_weights(learner, engine, sleeper, version=step + 1)
                 evals.start(engine, step=step + 1)
             # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
-            rollouts.allow_another()
+            rollouts.weights_updated()
             step_log.log(collected, samples.drops, update, phase.seconds)
             # After `log`, so that the checkpoint includes this step's counts.
             is_last = state.step == cfg.num_steps or stopping.is_asked()

@@ -21,7 +21,7 @@ beta_low and beta_high, n and m low_power and high_root of dgpo, c is dual_clip 
 | aspo, A < 0     |                 | 0               | min(r, c)   |                 | min(r, c)       |
 | sapo            | 4rs(1-s) with s = sigmoid(tau(r-1)), everywhere                                       |
 | trm             | r; 0 in rows of which any token's (log r)^2 / 2 is above max_divergence               |
-| m2po            | r; 0 if leaving and (log r)^2 >= `TrainBatch.m2_cutoff`                               |
+| m2po            | r; 0 if leaving and (log r)^2 >= `LossInputs.m2_cutoff`                               |
 | dppo            | r; 0 if leaving and the token's divergence is above its bound                         |
 | gspo            | as clip, with the geometric mean of r over the row in place of r                      |
 
@@ -64,7 +64,7 @@ _ENTROPY_FLOOR = 1e-8  # makes the ratio of two zero entropies 1 instead of 0/0 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatch:
+class LossInputs:
     """Inputs of a micro-batch's loss, per loss token.
 
     All but `m2_cutoff` are known before the first update of the RL step. `token_loss` adds a teacher's part of the
@@ -107,7 +107,7 @@ class TrainBatch:
     cp_group: Context = ALONE
     """Context-parallel ranks that hold the other tokens of these rows."""
 
-    def chunk(self, where: slice) -> TrainBatch:
+    def chunk(self, where: slice) -> LossInputs:
         """Return the batch restricted to a slice of its tokens."""
         parts: dict[str, Any] = {}
         for field in fields(self):
@@ -118,7 +118,7 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLoss:
+class TokenTerms:
     """Value and weight F of each token, and what was done to it. All are detached; masks are bool."""
 
     surrogate_N: Tensor
@@ -146,21 +146,21 @@ class TokenLoss:
     """Tokens whose log-ratio was clamped to the bound."""
     advantage_N: Tensor
     """The advantage of rewards and teacher together."""
-    gap_N: Tensor
+    teacher_log_ratio_N: Tensor
     """log(teacher / policy), bounded; 0 on tokens that no teacher scored."""
 
 
-def _with_distillation(batch: TrainBatch, logp_N: Tensor, max_log_ratio: float) -> TrainBatch:
+def _with_distillation(batch: LossInputs, logp_N: Tensor, max_log_ratio: float) -> LossInputs:
     """Return the batch with coefficient times log(teacher / policy) added to each scored token's advantage.
 
     The policy's log-probs are the present ones, so that the term is 0 once the policy agrees with the teacher. They are
     numbers: the mean of this advantage times the gradient of logp is minus the gradient of KL(policy, teacher).
     """
-    gap_N = _teacher_gap(batch, logp_N, max_log_ratio)
+    gap_N = _teacher_log_ratio(batch, logp_N, max_log_ratio)
     return replace(batch, advantage_N=batch.advantage_N + batch.distill_N * gap_N)
 
 
-def _teacher_gap(batch: TrainBatch, logp_N: Tensor, max_log_ratio: float) -> Tensor:
+def _teacher_log_ratio(batch: LossInputs, logp_N: Tensor, max_log_ratio: float) -> Tensor:
     """Return log(teacher / policy), bounded; 0 on tokens that no teacher scored and where its likeliest are known."""
     if batch.top_id_NK.shape[1]:
         return torch.zeros_like(logp_N)
@@ -171,13 +171,13 @@ def _teacher_gap(batch: TrainBatch, logp_N: Tensor, max_log_ratio: float) -> Ten
 def token_loss(
     logp_N: Tensor,
     entropy_N: Tensor,
-    batch: TrainBatch,
+    batch: LossInputs,
     cfg: LossConfig,
     *,
     erc: ErcConfig | None,
     max_log_ratio: float,
     max_negative_kl: float | None = None,
-) -> tuple[Tensor, TokenLoss]:
+) -> tuple[Tensor, TokenTerms]:
     """Return the loss of each token, before reduction, and the numbers behind it.
 
     Both are finite even for infinite log-probs; NaN stays NaN so that an error is noticed.
@@ -199,7 +199,7 @@ def token_loss(
     return -batch.advantage_N * (token.surrogate_N + token.weight_N * carry_N), token
 
 
-def _unclipped(logp_N: Tensor, batch: TrainBatch, cfg: LossConfig, max_log_ratio: float) -> TokenLoss:
+def _unclipped(logp_N: Tensor, batch: LossInputs, cfg: LossConfig, max_log_ratio: float) -> TokenTerms:
     """Return the policy gradient without clipping, from which the losses start: value and weight are the ratio."""
     unbounded_N = _log_ratios(logp_N, batch)
     log_ratio_N = unbounded_N.clamp(-max_log_ratio, max_log_ratio)
@@ -209,7 +209,7 @@ def _unclipped(logp_N: Tensor, batch: TrainBatch, cfg: LossConfig, max_log_ratio
     # Only a ratio that left the range in the direction of its advantage: PPO's min(r A, clip(r) A) is clipped there.
     low_N = (batch.advantage_N < 0) & (ratio_N < 1 - cfg.eps_low)
     high_N = (batch.advantage_N > 0) & (ratio_N > 1 + cfg.eps_high)
-    return TokenLoss(
+    return TokenTerms(
         surrogate_N=ratio_N,
         weight_N=ratio_N,
         log_ratio_N=log_ratio_N,
@@ -222,17 +222,17 @@ def _unclipped(logp_N: Tensor, batch: TrainBatch, cfg: LossConfig, max_log_ratio
         masked_N=torch.zeros_like(low_N),
         bounded_N=unbounded_N.abs() > max_log_ratio,
         advantage_N=batch.advantage_N,
-        gap_N=_teacher_gap(batch, logp_N, max_log_ratio),
+        teacher_log_ratio_N=_teacher_log_ratio(batch, logp_N, max_log_ratio),
     )
 
 
-def _log_ratios(logp_N: Tensor, batch: TrainBatch) -> Tensor:
+def _log_ratios(logp_N: Tensor, batch: LossInputs) -> Tensor:
     """Return log(new / old) of the tokens, finite but for NaN."""
     bound = _MAX_ABS_LOGP
     return log_ratio(logp_N.clamp(-bound, bound), batch.old_logp_N.clamp(-bound, bound))
 
 
-def _apply_loss(token: TokenLoss, logp_N: Tensor, batch: TrainBatch, cfg: LossConfig) -> TokenLoss:
+def _apply_loss(token: TokenTerms, logp_N: Tensor, batch: LossInputs, cfg: LossConfig) -> TokenTerms:
     """Return the tokens with value and weight of this loss, all finite but for NaN."""
     match cfg:
         case GppoConfig():
@@ -259,7 +259,7 @@ def _apply_loss(token: TokenLoss, logp_N: Tensor, batch: TrainBatch, cfg: LossCo
             assert_never(cfg)
 
 
-def _gppo(token: TokenLoss, advantage_N: Tensor, cfg: GppoConfig) -> TokenLoss:
+def _gppo(token: TokenTerms, advantage_N: Tensor, cfg: GppoConfig) -> TokenTerms:
     """Cap a clipped token's weight instead of removing its gradient; the betas scale its value and gradient.
 
     Klear-Reasoner equations 11 and 17, CE-GPPO equation 8.
@@ -269,22 +269,22 @@ def _gppo(token: TokenLoss, advantage_N: Tensor, cfg: GppoConfig) -> TokenLoss:
     return _dual_clipped(replace(token, surrogate_N=weight_N, weight_N=weight_N), advantage_N, cfg.dual_clip)
 
 
-def _clip(token: TokenLoss, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) -> TokenLoss:
+def _clip(token: TokenTerms, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) -> TokenTerms:
     """Take PPO's minimum of clipped and unclipped: a clipped token has the bound as its value and no gradient."""
-    low_N = torch.where(token.low_N, 1 - cfg.eps_low, token.ratio_N)
-    surrogate_N = torch.where(token.high_N, 1 + cfg.eps_high, low_N)
+    value_N = torch.where(token.low_N, 1 - cfg.eps_low, token.ratio_N)
+    surrogate_N = torch.where(token.high_N, 1 + cfg.eps_high, value_N)
     weight_N = token.ratio_N.masked_fill(token.clipped_N, 0)
     return _dual_clipped(replace(token, surrogate_N=surrogate_N, weight_N=weight_N), advantage_N, cfg.dual_clip)
 
 
-def _cispo(token: TokenLoss, logp_N: Tensor, cfg: CispoConfig) -> TokenLoss:
+def _cispo(token: TokenTerms, logp_N: Tensor, cfg: CispoConfig) -> TokenTerms:
     """Weigh REINFORCE by the clipped ratio, without regard to the sign of the advantage (MiniMax-M1)."""
     weight_N = token.ratio_N.clamp(min=1 - cfg.eps_low if cfg.two_sided else None, max=1 + cfg.eps_high)
     # REINFORCE's surrogate is weight * logp, where PPO's is the ratio.
     return replace(token, surrogate_N=weight_N * logp_N, weight_N=weight_N, clipped_N=weight_N != token.ratio_N)
 
 
-def _dgpo(token: TokenLoss, cfg: DgpoConfig) -> TokenLoss:
+def _dgpo(token: TokenTerms, cfg: DgpoConfig) -> TokenTerms:
     """Let the weight of out-of-range tokens decay from the bound on, without a jump (DGPO, its published code)."""
     ratio_N = token.ratio_N
     below_N = ratio_N * (ratio_N / (1 - cfg.eps_low)) ** cfg.low_power
@@ -294,24 +294,24 @@ def _dgpo(token: TokenLoss, cfg: DgpoConfig) -> TokenLoss:
     return replace(token, surrogate_N=weight_N, weight_N=weight_N)
 
 
-def _aspo(token: TokenLoss, advantage_N: Tensor, cfg: AspoConfig) -> TokenLoss:
+def _aspo(token: TokenTerms, advantage_N: Tensor, cfg: AspoConfig) -> TokenTerms:
     """Weigh positive tokens by 1/r, so that the least likely are raised most; clip as PPO does, then cap (ASPO)."""
     flipped_N = torch.where(advantage_N > 0, -token.log_ratio_N, token.log_ratio_N).exp()
     dual_N = flipped_N > cfg.max_weight
     # The cap changes the weight and does not remove it, unlike the dual clip of the other losses.
     capped_N = flipped_N.clamp(max=cfg.max_weight)
     # A clipped token has the value at its bound: there a positive one weighs 1/r, a negative one r.
-    low_N = torch.where(token.low_N, 1 - cfg.eps_low, capped_N)
+    value_N = torch.where(token.low_N, 1 - cfg.eps_low, capped_N)
     return replace(
         token,
-        surrogate_N=torch.where(token.high_N, 1 / (1 + cfg.eps_high), low_N),
+        surrogate_N=torch.where(token.high_N, 1 / (1 + cfg.eps_high), value_N),
         weight_N=capped_N.masked_fill(token.clipped_N, 0),
         clipped_N=token.clipped_N | dual_N,
         dual_N=dual_N,
     )
 
 
-def _sapo(token: TokenLoss, advantage_N: Tensor, cfg: SapoConfig) -> TokenLoss:
+def _sapo(token: TokenTerms, advantage_N: Tensor, cfg: SapoConfig) -> TokenTerms:
     """Weigh by the derivative of a sigmoid of the ratio, which is 1 at r = 1 and falls on both sides (SAPO).
 
     The weight does not depend on the clip range, which only the metrics read.
@@ -325,7 +325,7 @@ def _sapo(token: TokenLoss, advantage_N: Tensor, cfg: SapoConfig) -> TokenLoss:
     return replace(token, surrogate_N=4 / tau_N * gate_N, weight_N=4 * ratio_N * gate_N * (-x_N).sigmoid())
 
 
-def _trm(token: TokenLoss, batch: TrainBatch, cfg: TrmConfig) -> TokenLoss:
+def _trm(token: TokenTerms, batch: LossInputs, cfg: TrmConfig) -> TokenTerms:
     """Keep the rows all of whose tokens are in the trust region, unclipped, and mask the others whole (TRM).
 
     Masked rows still count in the mean's denominator. The divergence is k2, (log r)^2 / 2, an estimate of the KL
@@ -334,7 +334,7 @@ def _trm(token: TokenLoss, batch: TrainBatch, cfg: TrmConfig) -> TokenLoss:
     return _masked(token, row_max(token.log_ratio_N.square() / 2, batch) > cfg.max_divergence)
 
 
-def _masked(token: TokenLoss, masked_N: Tensor) -> TokenLoss:
+def _masked(token: TokenTerms, masked_N: Tensor) -> TokenTerms:
     """Leave the policy gradient without clipping, and the masked tokens without value and gradient.
 
     They still count in the mean's denominator.
@@ -343,13 +343,13 @@ def _masked(token: TokenLoss, masked_N: Tensor) -> TokenLoss:
     return replace(token, surrogate_N=weight_N, weight_N=weight_N, clipped_N=masked_N, masked_N=masked_N)
 
 
-def is_leaving(log_ratio_N: Tensor, batch: TrainBatch) -> Tensor:
+def is_leaving(log_ratio_N: Tensor, batch: LossInputs) -> Tensor:
     """Return whether the update of a token leads away from the old policy; PPO's clip concerns no other tokens."""
     advantage_N = batch.advantage_N
     return ((advantage_N > 0) & (log_ratio_N > 0)) | ((advantage_N < 0) & (log_ratio_N < 0))
 
 
-def leaving_squares(logp_N: Tensor, batch: TrainBatch, max_log_ratio: float) -> Tensor:
+def leaving_squares(logp_N: Tensor, batch: LossInputs, max_log_ratio: float) -> Tensor:
     """Return (log r)^2 of the tokens whose update leads away from the old policy, in the order of the tokens."""
     batch = _with_distillation(batch, logp_N, max_log_ratio)
     log_ratio_N = _log_ratios(logp_N, batch).clamp(-max_log_ratio, max_log_ratio)
@@ -375,7 +375,7 @@ def m2_cutoff(squares_M: Tensor, max_mean: float) -> float:
     return float((largest_kept + smallest_masked) / 2)
 
 
-def _divergence(logp_N: Tensor, batch: TrainBatch, cfg: DppoConfig) -> Tensor:
+def _divergence(logp_N: Tensor, batch: LossInputs, cfg: DppoConfig) -> Tensor:
     """Return the divergence of each token's two-way distribution: the sampled token, or any other (DPPO eq. 13, 14)."""
     old_logp_N = batch.old_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP)
     if cfg.divergence == "tv":
@@ -387,8 +387,8 @@ def _divergence(logp_N: Tensor, batch: TrainBatch, cfg: DppoConfig) -> Tensor:
 
 
 def _off_policy_masked(
-    token: TokenLoss, logp_N: Tensor, batch: TrainBatch, max_negative_kl: float, max_log_ratio: float
-) -> TokenLoss:
+    token: TokenTerms, logp_N: Tensor, batch: LossInputs, max_negative_kl: float, max_log_ratio: float
+) -> TokenTerms:
     """Mask negative tokens of rows that the policy has left: off-policy sequence masking (DeepSeek-V3.2, section 3.1).
 
     The row's mean of log(sampler / policy) estimates the KL divergence of the policy that sampled from the present one,
@@ -406,7 +406,7 @@ def _off_policy_masked(
     )
 
 
-def _dual_clipped(token: TokenLoss, advantage_N: Tensor, bound: float | None) -> TokenLoss:
+def _dual_clipped(token: TokenTerms, advantage_N: Tensor, bound: float | None) -> TokenTerms:
     """Apply the dual clip (arXiv 1912.09729): with A < 0 and a ratio above `bound`, value `bound` and no gradient."""
     if bound is None:
         return token
@@ -417,7 +417,7 @@ def _dual_clipped(token: TokenLoss, advantage_N: Tensor, bound: float | None) ->
     return replace(token, surrogate_N=surrogate_N, weight_N=weight_N, clipped_N=token.clipped_N | dual_N, dual_N=dual_N)
 
 
-def _entropy_clipped(token: TokenLoss, entropy_N: Tensor, old_entropy_N: Tensor, erc: ErcConfig) -> TokenLoss:
+def _entropy_clipped(token: TokenTerms, entropy_N: Tensor, old_entropy_N: Tensor, erc: ErcConfig) -> TokenTerms:
     """Remove the gradient, not the value, where new over old entropy is outside (low, high) (arXiv 2512.05591)."""
     ratio_N = (entropy_N + _ENTROPY_FLOOR) / (old_entropy_N + _ENTROPY_FLOOR)
     # Both comparisons are false for NaN, so the token keeps its gradient and the loss shows the error.
@@ -457,7 +457,7 @@ def k3(log_ratio_N: Tensor) -> Tensor:
     return torch.where(x_N.abs() < _SMALL, series_N, torch.expm1(x_N) - x_N)
 
 
-def row_mean(x_N: Tensor, batch: TrainBatch) -> Tensor:
+def row_mean(x_N: Tensor, batch: LossInputs) -> Tensor:
     """Return for each token the mean of the detached `x_N` over its row (collective call within the context)."""
     # One reduction gives sums and counts. In float64, because a row may have tens of thousands of tokens.
     both_N2 = torch.stack([x_N, torch.ones_like(x_N)], dim=1).double()
@@ -468,7 +468,7 @@ def row_mean(x_N: Tensor, batch: TrainBatch) -> Tensor:
     return mean_R.to(x_N.dtype)[batch.row_N]
 
 
-def row_max(x_N: Tensor, batch: TrainBatch) -> Tensor:
+def row_max(x_N: Tensor, batch: LossInputs) -> Tensor:
     """Return for each token the largest of the detached `x_N` in its row (collective call within the context)."""
     here_R = x_N.new_full((batch.num_rows,), -torch.inf).scatter_reduce(0, batch.row_N, x_N.detach(), reduce="amax")
     # Rows of other micro-batches stay at minus infinity and are never looked up.

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from klear_core.config.rl import EntropyTargetConfig, RlConfig
-from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_mean, token_loss
+from klear_core.rl.losses import LossInputs, joins_tokens, k3, log_ratio, row_mean, token_loss
 from klear_core.rl.rows import TrainRow
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.distributed import World
 from klear_core.train.logps import HeadOutput, TokenLogps, TopTokens, fused_loss, token_logps
 from klear_core.train.model import Head
 from klear_core.train.packing import MicroBatch, PackedBatch
-from klear_core.train.step import StepResult
+from klear_core.train.step import UpdateResult
 
 _MIN_LOGP = -1e4  # replaces a log-prob of minus infinity, so that its loss is finite
 
@@ -37,7 +37,7 @@ class Denominators:
     """Counts of one mini-batch over all ranks, of rows and loss tokens."""
 
     num_rows: int
-    num_tokens: int
+    num_loss_tokens: int
     num_positive_tokens: int
     num_teacher_rows: int
     """Rows that a teacher scored."""
@@ -52,21 +52,21 @@ class Denominators:
         scored = [n for r, n in zip(rows, lengths, strict=True) if r.has_teacher]
         return cls(
             num_rows=len(rows),
-            num_tokens=sum(lengths),
+            num_loss_tokens=sum(lengths),
             num_positive_tokens=positive,
             num_teacher_rows=len(scored),
             num_teacher_tokens=sum(scored),
         )
 
 
-def make_batch(
+def make_loss_inputs(
     micro: MicroBatch,
     rows: Sequence[TrainRow],
     old: TokenLogps | None,
     ref_logp_N: Tensor | None,
     denominators: Denominators,
     cfg: RlConfig,
-) -> TrainBatch:
+) -> LossInputs:
     """Spread advantages and scales of rows over the micro-batch's loss tokens; `rows` is the complete mini-batch.
 
     Only the rows of the micro-batch are looked at: a mini-batch of thousands of rows has hundreds of micro-batches.
@@ -90,7 +90,7 @@ def make_batch(
         assert old is not None, "old_logps = 'learner' needs the learner's log-probs"
         old_logp_N = old.logp_N
     budget = cfg.rollout.sampling.max_new_tokens
-    whole = denominators.num_rows, denominators.num_tokens
+    whole = denominators.num_rows, denominators.num_loss_tokens
     scales = [_scale(r.num_loss_tokens, *whole, cfg.normalise, budget) for r in here]
     distill = [0.0] * len(here)
     teacher_logp_N = torch.zeros_like(sampler_logp_N)
@@ -105,7 +105,7 @@ def make_batch(
     lm_scale = cfg.lm_coef / max(1, denominators.num_positive_tokens)  # a mini-batch may have no positive sample
     advantages = [r.advantage for r in here]
     lm_scales = [lm_scale * r.is_positive for r in here]
-    batch = TrainBatch(
+    batch = LossInputs(
         target_N=micro.target_N,
         row_N=micro.row_N,
         old_logp_N=old_logp_N,
@@ -158,19 +158,19 @@ def _likeliest(micro: MicroBatch, here: Sequence[TrainRow]) -> tuple[Tensor, Ten
 
 
 def _scale(
-    num_tokens: int, all_rows: int, all_tokens: int, normalise: Literal["token", "sample", "budget"], budget: int
+    num_loss_tokens: int, all_rows: int, all_tokens: int, normalise: Literal["token", "sample", "budget"], budget: int
 ) -> float:
-    """Return the factor of each token of a row with `num_tokens` loss tokens; `budget` is that of an answer."""
+    """Return the factor of each token of a row with `num_loss_tokens`; `budget` is that of an answer."""
     match normalise:
         case "token":  # mean over all tokens: long rows count more
             return 1 / all_tokens
         case "sample":  # mean of row means: every row counts the same
-            return 1 / (all_rows * num_tokens)
+            return 1 / (all_rows * num_loss_tokens)
         case "budget":  # a constant (Dr.GRPO): the length of answers has no influence
             return 1 / (all_rows * budget)
 
 
-def mismatch_correction(batch: TrainBatch, cfg: RlConfig) -> Tensor:
+def mismatch_correction(batch: LossInputs, cfg: RlConfig) -> Tensor:
     """Return each token's factor: learner over sampler probability, at most `truncate_at`.
 
     It is 0 for sequences whose geometric mean of that ratio, or its inverse, is above `max_sequence_ratio`.
@@ -184,7 +184,7 @@ def mismatch_correction(batch: TrainBatch, cfg: RlConfig) -> Tensor:
     return factor_N.masked_fill(row_mean(mismatch_N, batch).abs().exp() > most, 0)
 
 
-def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutput]:
+def loss_head(batch: LossInputs, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutput]:
     """Return the head to run the model with: it computes the micro-batch's summed loss and adds statistics to `stats`.
 
     `cfg.loss` is used without its schedule: the caller resolves scheduled betas.
@@ -242,22 +242,22 @@ def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyBonus:
-    """State of an adaptive entropy bonus: its coefficient, and the weight that the next RL step uses."""
+    """State of an adaptive entropy bonus: its coefficient, and the one that the next RL step applies."""
 
     coef: float
-    weight: float
+    applied: float
 
     def after(self, entropy: float, cfg: EntropyTargetConfig) -> EntropyBonus:
         """Return the state after a step with this mean entropy e (arXiv 2505.22312, adaptive entropy control):
 
             coef   <- coef + delta if e < target, else coef - delta, within 0 and max_coef
-            weight <- coef if e <= target, else 0
+            applied <- coef if e <= target, else 0
 
         The authors measure e before a step, on its rollouts; here it is that of the step before, which costs nothing.
         """
         moved = self.coef + (cfg.delta if entropy < cfg.target else -cfg.delta)
         coef = min(max(moved, 0.0), cfg.max_coef)
-        return EntropyBonus(coef=coef, weight=coef if entropy <= cfg.target else 0.0)
+        return EntropyBonus(coef=coef, applied=coef if entropy <= cfg.target else 0.0)
 
 
 def _kl(ref_logp_N: Tensor, logp_N: Tensor, max_log_ratio: float) -> Tensor:
@@ -273,12 +273,12 @@ class MiniBatch:
 
     samples: Sequence[TrainRow]
     packed: PackedBatch
-    batches: tuple[TrainBatch, ...]
+    inputs: tuple[LossInputs, ...]
 
 
 def update_metrics(
     minibatches: Sequence[MiniBatch],
-    results: Sequence[StepResult],
+    results: Sequence[UpdateResult],
     stats: TokenStats,
     world: World,
     *,
@@ -310,7 +310,7 @@ def update_metrics(
     return metrics | token_metrics | _mismatch(first, result, world, bound=max_log_ratio)
 
 
-def _mismatch(first: MiniBatch, result: StepResult, world: World, *, bound: float) -> dict[str, float]:
+def _mismatch(first: MiniBatch, result: UpdateResult, world: World, *, bound: float) -> dict[str, float]:
     """Return how far the log-probs of sampler and learner differ on the first applied mini-batch (collective call).
 
     Before that update the learner still has the weights with which the RL step began. With stale samples, the
@@ -318,7 +318,7 @@ def _mismatch(first: MiniBatch, result: StepResult, world: World, *, bound: floa
     """
     # Log-ratio learner/sampler in float64: k3 is about gap^2/2, and float32 would round so small a value to 0.
     gaps = []
-    for output, batch in zip(result.outputs, first.batches, strict=True):
+    for output, batch in zip(result.outputs, first.inputs, strict=True):
         gaps.append(log_ratio(output.logp_N.double(), batch.sampler_logp_N.double()))
     gap_N = torch.cat(gaps).clamp(-bound, bound)
     k3_sum = world.sum(k3(gap_N).sum()).item()

@@ -320,7 +320,7 @@ log = logging.getLogger(__name__)
 
 
 class UserRewards:
-    """Computes the configured functions' values; see `RewardValues`. Their source must not change afterwards."""
+    """Computes the configured functions' values; see `RewardFunction`. Their source must not change afterwards."""
 
     def __init__(self, rewards: Sequence[CustomReward], judges: JudgePool) -> None:
         """Hash the sources. Raise ConfigError if one is missing."""

@@ -26,11 +26,11 @@ from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.prompts import completed, opening_of, render_prompt
-from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
+from klear_core.rl.groups import CANCELLED, SURPLUS, filter_groups
 from klear_core.rl.rewards import complete_rewards, custom_reward, is_positive, overlong_penalty, reward_of
 from klear_core.rl.stream import POOL_UNIT, CurriculumState, PromptStream, StreamItem
 from klear_core.seeding import seed_for
-from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
+from klear_core.types import Completion, Judge, Problem, RewardFunction, Rollout, RolloutGroup, Verdict
 from klear_core.waits import Silence, now
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class RolloutClient:
         *,
         seed: int,
         engine_status: Callable[[], str],
-        custom_rewards: RewardValues = no_rewards,
+        custom_rewards: RewardFunction = no_rewards,
         window: int | None = None,
     ) -> None:
         """`engine_status` returns a description of pending engine work, used in the stall error message; `window` is
@@ -224,7 +224,7 @@ class Collector:
             # which answers are finished first.
             prompts = self._stream.take(rollout.prompts_per_round)
             sampled = await self._sample_groups(prompts, drops, num_wanted=rollout.groups_per_step - len(kept))
-            informative = keep_informative(sampled, self._cfg)
+            informative = filter_groups(sampled, self._cfg)
             drops.add(informative.drops)
             groups += sampled
             kept += informative.groups
@@ -329,7 +329,7 @@ class _Round:
         if not all(_has_result(task) for task in group):
             return
         # Its drops are not counted here: `collect` filters the groups of the whole round again.
-        informative = keep_informative(self.groups(), self._cfg)
+        informative = filter_groups(self.groups(), self._cfg)
         if len(informative.groups) >= self._num_wanted:
             for task in self.tasks:
                 task.cancel()  # no effect on one that is done
@@ -342,7 +342,7 @@ def _has_result(task: asyncio.Task[Rollout]) -> bool:
 class Lookahead:
     """Collect batches one after the other in the background, at most `depth` ahead of the batch in use.
 
-    Each call of `allow_another` permits one more; entering the context permits `depth + 1`. With `waits_for_all` a
+    Each call of `weights_updated` permits one more; entering the context permits `depth + 1`. With `waits_for_all` a
     batch is given only when all permitted ones are complete, so that the policy of exactly `depth` versions before
     sampled it.
     """
@@ -363,7 +363,7 @@ class Lookahead:
 
     async def __aenter__(self) -> Self:
         for _ in range(self._depth + 1):
-            self.allow_another()
+            self.weights_updated()
         return self
 
     async def __aexit__(
@@ -374,7 +374,7 @@ class Lookahead:
         # Wait for the cancelled tasks and retrieve their errors: the loop is already ending for another reason.
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def allow_another(self) -> None:
+    def weights_updated(self) -> None:
         """Permit one more batch; its collection starts when the batch before it is complete."""
         if self._num_left > 0:
             self._num_left -= 1

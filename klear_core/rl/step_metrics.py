@@ -22,7 +22,7 @@ from klear_core.config.losses import LossConfig
 from klear_core.config.rl import RlConfig
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
 from klear_core.rl.groups import TRAINED
-from klear_core.rl.losses import TokenLoss, TrainBatch
+from klear_core.rl.losses import LossInputs, TokenTerms
 from klear_core.rl.rewards import is_well_formed, terms_of
 from klear_core.rl.stream import POOL_UNIT, POOLS
 from klear_core.train.distributed import World
@@ -80,8 +80,8 @@ class TokenStats:
 
     def add(
         self,
-        token: TokenLoss,
-        batch: TrainBatch,
+        token: TokenTerms,
+        batch: LossInputs,
         entropy_N: Tensor,
         cfg: LossConfig,
         *,
@@ -120,14 +120,14 @@ class TokenStats:
             "weight_positive": token.weight_N * positive_N,
             "weight_negative": token.weight_N * negative_N,
             "scored": batch.distill_N > 0,
-            "kl": -token.gap_N,
+            "kl": -token.teacher_log_ratio_N,
         }
         # [columns, N] -> [columns]; masks become 0 and 1.
         self._sums += torch.stack([columns[name].double() for name in _SUMS]).sum(dim=1)
         extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
         self._extremes = torch.maximum(self._extremes, extremes)
 
-    def add_top_tokens(self, top_weighted_logp_N: Tensor, batch: TrainBatch) -> None:
+    def add_top_tokens(self, top_weighted_logp_N: Tensor, batch: LossInputs) -> None:
         """Add KL(teacher, policy) over the teacher's likeliest tokens alone, from the head's `top_weighted_logp_N`."""
         # That is the sum over k of weight_k log(policy_k), with weight_k = distill * scale * teacher_k.
         factor_N = batch.distill_N * batch.scale_N

@@ -54,7 +54,7 @@ from klear_core.train.model import (
     save_adapter,
 )
 from klear_core.train.packing import MicroBatch, PackedBatch
-from klear_core.train.step import PROFILES, RankPaces, StepResult, Updater, check_profiled, profiled, save_bad_batch
+from klear_core.train.step import PROFILES, RankPaces, Updater, UpdateResult, check_profiled, profiled, save_bad_batch
 from klear_core.types import SftExample, TeacherTrace, TokenRow
 
 
@@ -180,7 +180,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         batch = pack_share(rows, cfg.runtime, world, flops)
         _seed_dropout(job, step, world)
         with profiled(cfg.runtime.profile_steps, step + 1, job.workdir / PROFILES, rank=world.rank):
-            result = updater.step(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
+            result = updater.update(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
         _count_update(result, batch, counters)
         if not result.is_applied:  # alike on all ranks, so all of them raise if these are too many
             _save_bad_batch(rows, job, step=step + 1, num_skipped=int(counters["num_skipped"]))
@@ -220,7 +220,7 @@ def _seed_dropout(job: _Job, step: int, world: World) -> None:
         torch.manual_seed(seed_for(job.seed, "sft/lora/dropout", step, world.rank))
 
 
-def _count_update(result: StepResult, batch: PackedBatch, counters: dict[str, float]) -> None:
+def _count_update(result: UpdateResult, batch: PackedBatch, counters: dict[str, float]) -> None:
     if result.is_applied:
         counters["num_tokens"] += batch.num_tokens
         counters["train_loss"] = result.loss
@@ -275,7 +275,7 @@ def _counts(num_steps: int, counters: Mapping[str, float]) -> dict[str, int | fl
     )
 
 
-def _of_update(result: StepResult, batch: PackedBatch) -> dict[str, float]:
+def _of_update(result: UpdateResult, batch: PackedBatch) -> dict[str, float]:
     """Return the metrics of an update; none if it was skipped."""
     if not result.is_applied:
         return {}

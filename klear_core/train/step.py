@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class UpdateResult:
     """Result of a step. `outputs` are this rank's, one per micro-batch; `loss` is the sum over all ranks."""
 
     loss: float
@@ -57,7 +57,7 @@ class Updater:
         self.world = world
         self.num_steps = num_steps
 
-    def step(self, batch: PackedBatch, heads: Sequence[Head[HeadOutput]], *, step: int) -> StepResult:
+    def update(self, batch: PackedBatch, heads: Sequence[Head[HeadOutput]], *, step: int) -> UpdateResult:
         """Run forward and backward over all micro-batches, then one update at the rate of `step` (collective call).
 
         `heads` has one head per micro-batch. Their losses are summed over micro-batches and ranks, so each must divide
@@ -83,7 +83,9 @@ class Updater:
             apply_update(self.model, self.optimizer, lr=lr, norm=norm, max_grad_norm=self.cfg.max_grad_norm)
         else:
             self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss=loss.item(), grad_norm=norm.item(), lr=lr, is_applied=is_applied, outputs=tuple(outputs))
+        return UpdateResult(
+            loss=loss.item(), grad_norm=norm.item(), lr=lr, is_applied=is_applied, outputs=tuple(outputs)
+        )
 
 
 _PROBE_SIZE = {"cpu": 384, "cuda": 2048}  # rows and columns; some milliseconds on either

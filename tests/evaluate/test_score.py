@@ -57,11 +57,11 @@ def test_one_sampled_answer_a_problem_has_a_rerun_interval_in_all_reports_and_a_
         pytest.approx(0.4001, abs=1e-4),
         pytest.approx(0.5999, abs=1e-4),
     )
-    assert tallies["sampled"].shares(confidence=0.95, decoding="sampled").score == report.avg.estimate
+    assert tallies["sampled"].summary(confidence=0.95, decoding="sampled").score == report.avg.estimate
     same = paired_difference(tallies["sampled"], tallies["sampled"], confidence=0.95, decoding="sampled")
     assert same is not None
     assert same.rerun is not None
-    as_greedy = tallies["sampled"].shares(confidence=0.95, decoding="greedy").score
+    as_greedy = tallies["sampled"].summary(confidence=0.95, decoding="greedy").score
     assert as_greedy is not None
     assert as_greedy.rerun is None
 

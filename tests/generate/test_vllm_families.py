@@ -32,7 +32,7 @@ def export_merged(base: Path, target: Path) -> None:
     updater = Updater(policy, OptimConfig(lr=3e-2), ONE, num_steps=3)
     batch = packed(random_rows([30, 20]))
     for step in range(3):
-        updater.step(batch, nll_heads(batch, 1 / 44), step=step)
+        updater.update(batch, nll_heads(batch, 1 / 44), step=step)
     export_model(full_weights(policy), base, target)
 
 

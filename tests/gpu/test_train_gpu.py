@@ -87,7 +87,7 @@ def train(folder, checkpoints, world, telemetry):
     losses = []
     for step in range(8):
         batch = pack(rows, tokens_per_microbatch=40, device=world.device)
-        losses.append(updater.step(batch, sft_heads(batch.micro_batches, rows, "token"), step=step).loss)
+        losses.append(updater.update(batch, sft_heads(batch.micro_batches, rows, "token"), step=step).loss)
     kept = Checkpoints(checkpoints, CheckpointConfig(asynchronous=True), world)
     kept.save(8, policy, updater.optimizer, {})
     kept.wait()
@@ -107,7 +107,7 @@ def train_from_host(folder, cpu_offload, world, telemetry):
     updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=4)
     batch = pack(random_rows([20, 31, 12]), tokens_per_microbatch=40, device=world.device)
     heads = sft_heads(batch.micro_batches, random_rows([20, 31, 12]), "token")
-    losses = [updater.step(batch, heads, step=step).loss for step in range(4)]
+    losses = [updater.update(batch, heads, step=step).loss for step in range(4)]
     return losses, places, {name: weight.device.type for name, weight in full_weights(policy).items()}
 
 
@@ -129,7 +129,7 @@ def train_together(folder, world, telemetry):
     share = {"rank": world.data_rank, "num_ranks": world.num_data_ranks, "cp_group": world.cp_group}
     batches = [pack(rows, tokens_per_microbatch=40, device=world.device, **share) for _ in range(4)]
     return [
-        updater.step(batch, sft_heads(batch.micro_batches, rows, "token"), step=step).loss
+        updater.update(batch, sft_heads(batch.micro_batches, rows, "token"), step=step).loss
         for step, batch in enumerate(batches)
     ]
 

@@ -17,7 +17,7 @@ from klear_core.config.rewards import RewardConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
-from klear_core.rl.losses import TrainBatch
+from klear_core.rl.losses import LossInputs
 from klear_core.train.base_model import prepare_base
 from klear_core.train.distributed import World
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, TrainSample, Verdict
@@ -77,7 +77,7 @@ def sample(
     )
 
 
-def train_batch(old_logp_N: torch.Tensor, advantage_N: torch.Tensor, **changes: object) -> TrainBatch:
+def train_batch(old_logp_N: torch.Tensor, advantage_N: torch.Tensor, **changes: object) -> LossInputs:
     """Each token is a row of its own, unless `changes` say otherwise; nothing is corrected, and every scale is 1."""
     nan_N, one_N = torch.full_like(old_logp_N, torch.nan), torch.ones_like(old_logp_N)
     inputs: dict[str, object] = {
@@ -95,7 +95,7 @@ def train_batch(old_logp_N: torch.Tensor, advantage_N: torch.Tensor, **changes: 
         "scale_N": one_N,
         "lm_scale_N": torch.zeros_like(old_logp_N),
     }
-    return TrainBatch(old_logp_N=old_logp_N, advantage_N=advantage_N, **inputs | changes)  # type: ignore[arg-type]
+    return LossInputs(old_logp_N=old_logp_N, advantage_N=advantage_N, **inputs | changes)  # type: ignore[arg-type]
 
 
 def random_samples(count: int, *, seed: int = 0, logp: float = -5.0) -> list[TrainSample]:

@@ -24,7 +24,7 @@ from klear_core.config.rewards import (
     RlooAdvantage,
 )
 from klear_core.config.rl import DistillTermConfig, GroupFilterConfig, RlConfig, RolloutConfig
-from klear_core.rl.groups import keep_informative
+from klear_core.rl.groups import filter_groups
 from klear_core.rl.rewards import (
     advantages,
     complete_rewards,
@@ -170,9 +170,9 @@ def test_gdpo_weighs_standardised_parts_and_keeps_groups_of_equal_sums() -> None
     rewards = RewardConfig(custom=(CustomReward(function="m:style", weight=0.5),))
     # Sums 1 + 0 and -1 + 0.5 * 4 are equal; standardised parts are 1 - 0.5 and -1 + 0.5.
     equal = group(rollout(1, 0, rewards), rollout(0, 4, rewards))
-    assert not keep_informative([equal], RlConfig(reward=rewards)).groups
+    assert not filter_groups([equal], RlConfig(reward=rewards)).groups
     gdpo = RlConfig(reward=rewards, advantage=GdpoAdvantage())
-    assert keep_informative([equal], gdpo).groups
+    assert filter_groups([equal], gdpo).groups
     assert group_advantages([equal], gdpo)[0] == pytest.approx([1, -1], abs=1e-5)
 
 
@@ -180,20 +180,21 @@ def test_groups_without_an_advantage_are_dropped_by_what_the_estimator_compares(
     rewards = RewardConfig()
     half, most = (group(*(rollout(score, 0, rewards) for score in scores)) for scores in ([1, 1, 0, 0], [1, 1, 1, 0]))
     pairs = RlConfig(advantage=PassAtKAdvantage(k=2))
-    assert [len(keep_informative([found], pairs).groups) for found in (half, most)] == [1, 0]
+    assert [len(filter_groups([found], pairs).groups) for found in (half, most)] == [1, 0]
     soft = group(rollout(0.5, 0, rewards), rollout(0, 0, rewards))
-    assert [
-        len(keep_informative([soft], cfg).groups) for cfg in (RlConfig(), RlConfig(advantage=MaxRlAdvantage()))
-    ] == [1, 0]
+    assert [len(filter_groups([soft], cfg).groups) for cfg in (RlConfig(), RlConfig(advantage=MaxRlAdvantage()))] == [
+        1,
+        0,
+    ]
 
 
 def test_groups_without_an_advantage_are_kept_for_a_teacher() -> None:
     """Where all answers are wrong a teacher has most to say."""
     wrong = group(rollout(0, 0, RewardConfig()), rollout(0, 0, RewardConfig()))
-    assert not keep_informative([wrong], RlConfig()).groups
-    assert keep_informative([wrong], RlConfig(distill=DistillTermConfig())).groups
+    assert not filter_groups([wrong], RlConfig()).groups
+    assert filter_groups([wrong], RlConfig(distill=DistillTermConfig())).groups
     by_accuracy = RlConfig(distill=DistillTermConfig(), group_filter=GroupFilterConfig(zero_advantage="accuracy"))
-    assert not keep_informative([wrong], by_accuracy).groups
+    assert not filter_groups([wrong], by_accuracy).groups
 
 
 def test_length_costs_as_much_as_the_group_is_right() -> None:

@@ -9,7 +9,7 @@ import pytest
 from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rewards import OverlongConfig
 from klear_core.config.rl import GroupFilterConfig, RlConfig
-from klear_core.rl.groups import drop_ledger, keep_informative
+from klear_core.rl.groups import drop_ledger, filter_groups
 from klear_core.types import (
     Completion,
     Difficulty,
@@ -64,7 +64,7 @@ def soft_group(*pass_rates: float) -> RolloutGroup:
 def kept_of(
     groups: list[RolloutGroup], cfg: GroupFilterConfig | None = None, overlong: OverlongConfig = KEEP
 ) -> tuple[int, Counter[str]]:
-    kept = keep_informative(groups, RlConfig(group_filter=cfg or GroupFilterConfig(), overlong=overlong))
+    kept = filter_groups(groups, RlConfig(group_filter=cfg or GroupFilterConfig(), overlong=overlong))
     return len(kept.groups), kept.drops.counts
 
 
@@ -112,7 +112,7 @@ def test_mean_band_keeps_its_edges(accuracy: int, fate: str | None) -> None:
 def test_what_is_not_the_models_fault_leaves_the_group(outcome: Outcome) -> None:
     broken = rollout(-1, outcome=outcome)
     judged = group(1, -1).rollouts
-    kept = keep_informative([RolloutGroup(problem=problem("p"), rollouts=(*judged, broken))], RlConfig())
+    kept = filter_groups([RolloutGroup(problem=problem("p"), rollouts=(*judged, broken))], RlConfig())
     assert kept.groups[0].rollouts == judged
     assert kept.drops.counts == {f"rollout/{outcome}": 1}
 
@@ -127,8 +127,8 @@ def test_a_group_whose_judges_failed_is_dropped_for_that_reason() -> None:
 def test_overlong_answers_leave_the_group_only_if_asked() -> None:
     rollouts = (*group(1, -1).rollouts, rollout(-0.5, finish="length"))
     mixed = RolloutGroup(problem=problem("p"), rollouts=rollouts)
-    assert len(keep_informative([mixed], RlConfig()).groups[0].rollouts) == 3
-    dropped = keep_informative([mixed], RlConfig(overlong=DROP))
+    assert len(filter_groups([mixed], RlConfig()).groups[0].rollouts) == 3
+    dropped = filter_groups([mixed], RlConfig(overlong=DROP))
     assert len(dropped.groups[0].rollouts) == 2
     assert dropped.drops.counts == {"rollout/overlong": 1}
 

@@ -29,8 +29,8 @@ from klear_core.config.losses import (
     TrmConfig,
 )
 from klear_core.rl.losses import (
-    TokenLoss,
-    TrainBatch,
+    LossInputs,
+    TokenTerms,
     at_step,
     joins_tokens,
     k3,
@@ -63,14 +63,14 @@ def batch_of(
     *,
     rows: list[int] | None = None,
     dtype: torch.dtype = torch.float64,
-) -> TrainBatch:
+) -> LossInputs:
     row_N = torch.tensor(rows if rows is not None else list(range(len(old_logps))))
     return train_batch(torch.tensor(old_logps, dtype=dtype), torch.tensor(advantages, dtype=dtype), row_N=row_N)
 
 
 def loss_and_grad(
-    logps: list[float], batch: TrainBatch, cfg: LossConfig, **options: object
-) -> tuple[TokenLoss, list[float], list[float]]:
+    logps: list[float], batch: LossInputs, cfg: LossConfig, **options: object
+) -> tuple[TokenTerms, list[float], list[float]]:
     logp_N = torch.tensor(logps, dtype=batch.old_logp_N.dtype, requires_grad=True)
     settings: dict[str, object] = {"erc": None, "max_log_ratio": 20.0} | options
     loss_N, token = token_loss(logp_N, torch.full_like(logp_N, torch.nan), batch, cfg, **settings)  # type: ignore[arg-type]

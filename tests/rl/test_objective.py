@@ -12,8 +12,8 @@ from rl_builders import random_samples, rl_config, sample, scored_samples
 from klear_core.config.losses import LOSS_KINDS
 from klear_core.config.rewards import GrpoAdvantage
 from klear_core.config.rl import EntropyTargetConfig, MismatchConfig, RlConfig
-from klear_core.rl.losses import TrainBatch
-from klear_core.rl.objective import Denominators, EntropyBonus, loss_head, make_batch
+from klear_core.rl.losses import LossInputs
+from klear_core.rl.objective import Denominators, EntropyBonus, loss_head, make_loss_inputs
 from klear_core.rl.rewards import advantages
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.logps import TokenLogps
@@ -31,10 +31,10 @@ def batch_of(
     *,
     old_logp_N: torch.Tensor | None = None,
     ref_logp_N: torch.Tensor | None = None,
-) -> TrainBatch:
+) -> LossInputs:
     """Old log-probs are by default those of the rows, in float64."""
     old = None if old_logp_N is None else TokenLogps(old_logp_N, torch.full_like(old_logp_N, torch.nan))
-    batch = make_batch(micro, rows, old, ref_logp_N, Denominators.of(rows), cfg)
+    batch = make_loss_inputs(micro, rows, old, ref_logp_N, Denominators.of(rows), cfg)
     if old is not None:
         return batch
     return replace(batch, old_logp_N=micro.gather([r.sampler_logps for r in rows], torch.float64))
@@ -135,11 +135,11 @@ def test_entropy_bonus_is_the_mean_entropy() -> None:
 def test_the_adaptive_entropy_bonus_by_hand() -> None:
     """Target 0.2, delta 0.005, at most 0.012: it rises below the target, falls at it or above, and is off above it."""
     cfg = EntropyTargetConfig(max_coef=0.012)
-    bonus = EntropyBonus(coef=0.0, weight=0.0)
+    bonus = EntropyBonus(coef=0.0, applied=0.0)
     found = []
     for entropy in (0.1, 0.19, 0.15, 0.3, 0.2, 0.25, 0.1):
         bonus = bonus.after(entropy, cfg)
-        found.append((bonus.coef, bonus.weight))
+        found.append((bonus.coef, bonus.applied))
     expected = [(0.005, 0.005), (0.01, 0.01), (0.012, 0.012), (0.007, 0), (0.002, 0.002), (0, 0), (0.005, 0.005)]
     assert found == [pytest.approx(pair) for pair in expected]
 

@@ -19,7 +19,7 @@ from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.verify import VerifyConfig, VerifyRuntime
 from klear_core.errors import RewardError
 from klear_core.prompts import load_tokenizer
-from klear_core.rl.groups import keep_informative, to_samples
+from klear_core.rl.groups import filter_groups, to_samples
 from klear_core.rl.rewards import UserRewards, custom_reward, with_failed_values
 from klear_core.rl.rollout import Collector, RolloutClient, StepRollouts
 from klear_core.rl.step_metrics import describe_groups
@@ -117,7 +117,7 @@ def test_an_answer_without_a_value_leaves_its_group_and_is_counted_by_name() -> 
         problem=problem("q"),
         rollouts=(rollout({"a": 1.0}, reward=2), rollout({"a": None}, reward=9), rollout({"a": 0.0}, reward=0)),
     )
-    kept = keep_informative([group], RlConfig())
+    kept = filter_groups([group], RlConfig())
     assert [r.reward for r in kept.groups[0].rollouts] == [2, 0]
     assert kept.drops.of("rollout") == {"reward_a_failed": 1}
 
@@ -226,7 +226,7 @@ def test_an_answer_that_a_reward_fails_on_gains_no_more_by_it_than_any_other(
 def test_a_reward_that_fails_on_every_answer_of_a_group_leaves_nothing_to_compare() -> None:
     cfg = RewardConfig(custom=(CustomReward(function="m:a"),))
     filled = with_failed_values([rollout({"a": FAILED_ON_ANSWER}), rollout({"a": None})], cfg)
-    kept = keep_informative([RolloutGroup(problem=problem("q"), rollouts=filled)], RlConfig(reward=cfg))
+    kept = filter_groups([RolloutGroup(problem=problem("q"), rollouts=filled)], RlConfig(reward=cfg))
     assert kept.drops.of("rollout") == {"reward_a_failed": 2}
 
 

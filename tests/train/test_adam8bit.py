@@ -48,7 +48,7 @@ def train(policy, updater, steps):
     for s in steps:
         world = updater.world
         batch = pack(random_rows([40, 30], seed=s % 3), tokens_per_microbatch=99, rank=world.rank, num_ranks=world.size)
-        losses.append(updater.step(batch, nll_heads(batch, 1 / batch.num_loss_tokens), step=s).loss)
+        losses.append(updater.update(batch, nll_heads(batch, 1 / batch.num_loss_tokens), step=s).loss)
     return losses
 
 

@@ -33,7 +33,7 @@ class Run:
 
     def steps(self, first, last):
         for s in range(first, last):
-            self.updater.step(BATCHES[s], nll_heads(BATCHES[s], 1 / 23), step=s)
+            self.updater.update(BATCHES[s], nll_heads(BATCHES[s], 1 / 23), step=s)
 
     def save(self, step, **counters):
         self.checkpoints.save(step, self.policy, self.updater.optimizer, counters)

@@ -159,7 +159,7 @@ def train(folder, shares_prompts, checkpointing, world, telemetry):
     for step, rows in enumerate(STEPS):
         share = {"rank": world.data_rank, "num_ranks": world.num_data_ranks, "cp_group": world.cp_group}
         batch = pack(rows, tokens_per_microbatch=31, shares_prompts=shares_prompts, **share)
-        result = updater.step(batch, sft_heads(batch.micro_batches, rows, "sample"), step=step)
+        result = updater.update(batch, sft_heads(batch.micro_batches, rows, "sample"), step=step)
         seen.append((result.loss, result.grad_norm))
     return torch.tensor(seen), full_weights(policy)
 

@@ -42,7 +42,7 @@ def load(folder, cfg=ALL, *, seed=1):
 def train(policy, first=0, last=3, updater=None):
     updater = updater or Updater(policy, OptimConfig(lr=1e-2, weight_decay=0.1), ONE, num_steps=4)
     for s in range(first, last):
-        updater.step(BATCHES[s], nll_heads(BATCHES[s], 1 / 23), step=s)
+        updater.update(BATCHES[s], nll_heads(BATCHES[s], 1 / 23), step=s)
     return updater
 
 
@@ -261,7 +261,7 @@ def train_on_ranks(folder, world, telemetry):
         for s in range(3):
             rows = random_rows([9, 20, 14], seed=s)
             batch = pack(rows, tokens_per_microbatch=24, rank=world.rank, num_ranks=world.size)
-            updater.step(batch, nll_heads(batch, 1 / batch.num_loss_tokens), step=s)
+            updater.update(batch, nll_heads(batch, 1 / batch.num_loss_tokens), step=s)
         trained[dtype] = full_weights(policy), adapter_weights(policy)
     return trained
 

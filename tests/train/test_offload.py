@@ -37,7 +37,7 @@ def train(policy, updater, steps):
     for s in steps:
         world = updater.world
         batch = pack(random_rows([9, 20, 14], seed=s), tokens_per_microbatch=24, rank=world.rank, num_ranks=world.size)
-        losses.append(updater.step(batch, nll_heads(batch, 1 / batch.num_loss_tokens), step=s).loss)
+        losses.append(updater.update(batch, nll_heads(batch, 1 / batch.num_loss_tokens), step=s).loss)
     return losses
 
 

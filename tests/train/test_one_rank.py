@@ -19,7 +19,7 @@ def losses_seen(folder, *, looks_between):
     heads = sft_heads(batch.micro_batches, rows, "token")
     trained, seen = [], []
     for step in range(4):
-        trained.append(updater.step(batch, heads, step=step).loss)
+        trained.append(updater.update(batch, heads, step=step).loss)
         if looks_between:
             with torch.no_grad():
                 seen.append(policy(batch.micro_batches[0], heads[0]).loss.item())

@@ -35,7 +35,7 @@ def train(folder, checkpoints, num_steps, dtype, world, telemetry):
     seen = []
     for s in range(first, num_steps):
         batch = pack(ROWS[s], tokens_per_microbatch=60, rank=world.rank, num_ranks=world.size)
-        result = updater.step(batch, nll_heads(batch, 1 / batch.num_loss_tokens), step=s)
+        result = updater.update(batch, nll_heads(batch, 1 / batch.num_loss_tokens), step=s)
         seen.append((result.loss, result.grad_norm))
     kept.save(num_steps, policy, updater.optimizer, {})
     kept.wait()
@@ -123,7 +123,7 @@ def skip_on_both_ranks(folder, world, telemetry):
     before = {name: weight.clone() for name, weight in full_weights(policy).items()}
     num_applied = []
     for factor in (float("inf") if world.rank == 1 else 1.0, 1.0):
-        result = updater.step(batch, nll_heads(batch, factor), step=0)
+        result = updater.update(batch, nll_heads(batch, factor), step=0)
         num_applied.append(world.sum(torch.tensor(float(result.is_applied))).item())
         if len(num_applied) == 1:
             is_untouched = all(torch.equal(before[name], weight) for name, weight in full_weights(policy).items())

@@ -26,7 +26,7 @@ from klear_core.evaluate.answers.stored import (
     UnreadRow,
 )
 from klear_core.evaluate.compare.paired import PairedDifference, paired_difference
-from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
+from klear_core.evaluate.counts import AnswerCounts, AnswerSummary, Decoding
 from klear_core.types import CodeReference, Difficulty, Outcome, Problem, StoredTests, Verdict, domain_of
 from klear_core.verify import user_code
 from klear_core.verify.judge_pool import JudgePool
@@ -60,8 +60,8 @@ class Rescored(Settings):
     template: str
     """Name of the prompt template; empty for the questions as they stand."""
     decoding: Decoding
-    before: Shares
-    after: Shares
+    before: AnswerSummary
+    after: AnswerSummary
     difference: PairedDifference | None
     """After minus before over the problems scored in both; None if there is none."""
     changes: dict[str, int]
@@ -334,8 +334,8 @@ def _rescored(part: _Part, pair: _Pair, confidence: float) -> Rescored:
         benchmark=benchmark,
         template=template,
         decoding=decoding,
-        before=pair.before.shares(confidence=confidence, decoding=decoding),
-        after=pair.after.shares(confidence=confidence, decoding=decoding),
+        before=pair.before.summary(confidence=confidence, decoding=decoding),
+        after=pair.after.summary(confidence=confidence, decoding=decoding),
         difference=paired_difference(pair.before, pair.after, confidence=confidence, decoding=decoding),
         changes=dict(pair.changes.most_common()),
     )

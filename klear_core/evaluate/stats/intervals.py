@@ -255,12 +255,12 @@ def paired_rerun_interval(before: Estimates, after: Estimates, *, confidence: fl
     z = _normal_quantile(confidence)
     num = len(before.value)
     assert num == len(after.value), (num, len(after.value))
-    is_single = np.isnan(before.variance) | np.isnan(after.variance)
-    variance = math.fsum(before.variance[~is_single]) + math.fsum(after.variance[~is_single])
-    if is_single.any():
+    lacks_variance = np.isnan(before.variance) | np.isnan(after.variance)
+    variance = math.fsum(before.variance[~lacks_variance]) + math.fsum(after.variance[~lacks_variance])
+    if lacks_variance.any():
         # noise within these problems cannot be seen: two upper bounds on it, of which the smaller is taken
-        change = (after.value - before.value)[is_single]
-        variance += min(math.fsum(change**2), _pooled(before, is_single) + _pooled(after, is_single))
+        change = (after.value - before.value)[lacks_variance]
+        variance += min(math.fsum(change**2), _pooled(before, lacks_variance) + _pooled(after, lacks_variance))
     added = float(np.mean(before.step**2) + np.mean(after.step**2))
     half = z * math.sqrt(variance + added) / num
     return _within(after.mean - before.mean, 0.0, half, bounds=(-1.0, 1.0))
@@ -317,21 +317,21 @@ def _with_pooled_noise(estimates: Estimates) -> tuple[Floats, Floats]:
     It is that of one answer for k = 1. The variance of a mean over all choices of k of n answers is at most k/n of
     that of one choice (Hoeffding 1948).
     """
-    is_single = np.isnan(estimates.variance)
-    if not is_single.any():
+    lacks_variance = np.isnan(estimates.variance)
+    if not lacks_variance.any():
         return estimates.value, estimates.variance
-    mean = float(np.mean(estimates.value[is_single]))
-    value = np.where(is_single, mean, estimates.value)
-    noise = np.where(is_single, mean * (1 - mean) * estimates.step, estimates.variance)
+    mean = float(np.mean(estimates.value[lacks_variance]))
+    value = np.where(lacks_variance, mean, estimates.value)
+    noise = np.where(lacks_variance, mean * (1 - mean) * estimates.step, estimates.variance)
     return value, noise
 
 
 def _pooled(estimates: Estimates, chosen: npt.NDArray[np.bool_]) -> float:
     """Return the sum of the variances of the chosen problems, with a shared one for those without their own."""
     noise = estimates.variance[chosen]
-    is_single = np.isnan(noise)
-    values, steps = estimates.value[chosen][is_single], estimates.step[chosen][is_single]
-    own = math.fsum(noise[~is_single])
+    lacks_variance = np.isnan(noise)
+    values, steps = estimates.value[chosen][lacks_variance], estimates.step[chosen][lacks_variance]
+    own = math.fsum(noise[~lacks_variance])
     if len(values) == 0:
         return own
     mean = float(np.mean(values))

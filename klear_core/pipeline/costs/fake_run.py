@@ -126,7 +126,7 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
         heads = _heads(batch, case, tracker)
         tracker.peaks.clear()  # of the building of the model: only the update counts
         with _instrumented(tracker), tracker:
-            updater.step(batch, heads, step=0)
+            updater.update(batch, heads, step=0)
     peaks = [Peak(moment=m, num_bytes=sum(kinds.values()), by_kind=kinds) for m, kinds in tracker.peaks.items()]
     return sorted(peaks, key=lambda peak: -peak.num_bytes)
 

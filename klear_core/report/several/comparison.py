@@ -13,7 +13,7 @@ from klear_core.config.settings import DifferentSetting
 from klear_core.errors import DataError
 from klear_core.evaluate.answers.stored import evaluation_answers
 from klear_core.evaluate.compare.paired import PairedDifference, paired_difference
-from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
+from klear_core.evaluate.counts import AnswerCounts, AnswerSummary, Decoding
 from klear_core.evaluate.stats.intervals import t_interval
 from klear_core.evaluate.stats.significance import corrected_by_question, detectable_by
 from klear_core.report import charts
@@ -222,7 +222,7 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
             # Templates are sampled only: there are no greedy answers to them.
             templates = _templates(run, maker, benchmark) if decoding == "sampled" else ""
             scores.append(
-                _cell(each.shares(confidence=CONFIDENCE, decoding=decoding), templates, _chosen(run, maker, benchmark))
+                _cell(each.summary(confidence=CONFIDENCE, decoding=decoding), templates, _chosen(run, maker, benchmark))
             )
         row = ScoreRow(
             benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(scores), differences=tuple(cells)
@@ -308,7 +308,7 @@ def _chosen(run: ComparedRun, maker: str, benchmark: str) -> str:
     return chosen_on(artifact).get(benchmark, "") if artifact else ""
 
 
-def _cell(shares: Shares, templates: str, chosen: str) -> ScoreCell:
+def _cell(shares: AnswerSummary, templates: str, chosen: str) -> ScoreCell:
     _, _, value, interval, cut_off, no_answer, not_judged = shown_shares(shares)
     score = shares.score
     rerun = interval_text(score.rerun) if score and score.rerun else ""

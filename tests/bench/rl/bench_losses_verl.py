@@ -38,7 +38,7 @@ from klear_core.config.rewards import AdvantageConfig, BatchAdvantage, GrpoAdvan
 from klear_core.config.rl import MismatchConfig, RlConfig, RolloutConfig
 from klear_core.errors import ConfigError
 from klear_core.rl.losses import token_loss
-from klear_core.rl.objective import Denominators, make_batch, mismatch_correction
+from klear_core.rl.objective import Denominators, make_loss_inputs, mismatch_correction
 from klear_core.rl.rewards import advantages
 from klear_core.train.logps import TokenLogps
 from klear_core.train.packing import pack
@@ -202,7 +202,7 @@ def _klear(batch: _Batch, case: Case) -> Pulls:
     cfg, micro = _config(case), batch.micro
     old_N = batch.flat(batch.old_BT)
     nan_N = torch.full_like(old_N, torch.nan)
-    inputs = make_batch(micro, batch.rows, None, None, Denominators.of(batch.rows), cfg)
+    inputs = make_loss_inputs(micro, batch.rows, None, None, Denominators.of(batch.rows), cfg)
     logp_N = batch.flat(batch.new_BT).requires_grad_()
     # The sampler's log-probs of the rows play no part here: the old ones are the batch's own.
     inputs = replace(inputs, old_logp_N=old_N)
@@ -275,7 +275,9 @@ def _corrections(batch: _Batch) -> list[tuple[str, float]]:
 def _correction(batch: _Batch, mismatch: MismatchConfig) -> Tensor:
     cfg = RlConfig(mismatch=mismatch)
     old_N, sampler_N = batch.flat(batch.old_BT), batch.flat(batch.sampler_BT)
-    inputs = make_batch(batch.micro, batch.rows, TokenLogps(old_N, old_N), old_N, Denominators.of(batch.rows), cfg)
+    inputs = make_loss_inputs(
+        batch.micro, batch.rows, TokenLogps(old_N, old_N), old_N, Denominators.of(batch.rows), cfg
+    )
     inputs = replace(inputs, sampler_logp_N=sampler_N)
     return batch.square(mismatch_correction(inputs, cfg))
 

@@ -33,7 +33,7 @@ from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
 from klear_core.rl.loop import run_rl
-from klear_core.rl.objective import Denominators, loss_head, make_batch
+from klear_core.rl.objective import Denominators, loss_head, make_loss_inputs
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.base_model import model_folder, prepare_base
 from klear_core.train.model import Dtype, load_model
@@ -232,7 +232,7 @@ def _config(case: Case | None = None, *, size: Size = DEMO) -> RlConfig:
 def _klear_loss(rows: list[TrainSample], base: Path, case: Case) -> tuple[float, float]:
     policy, cfg = load_model(model_folder(base), device="cpu"), _config(case)
     (micro,) = pack(rows, tokens_per_microbatch=1 << 20).micro_batches
-    batch = make_batch(micro, rows, None, None, Denominators.of(rows), cfg)
+    batch = make_loss_inputs(micro, rows, None, None, Denominators.of(rows), cfg)
     out = policy(micro, loss_head(batch, cfg, TokenStats(torch.device("cpu"))))
     out.loss.backward()  # type: ignore[no-untyped-call]
     return out.loss.item(), grad_norm(policy).item()

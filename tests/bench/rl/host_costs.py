@@ -13,7 +13,7 @@ import numpy as np
 from klear_core.cluster.engine_actors import Reply
 from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import to_samples
-from klear_core.rl.objective import Denominators, make_batch
+from klear_core.rl.objective import Denominators, make_loss_inputs
 from klear_core.rl.rows import rows_without_tokens, tokens_of, with_tokens
 from klear_core.train.packing import pack
 from klear_core.types import (
@@ -68,7 +68,7 @@ def measured() -> HostCosts:
         packed = pack(rows, tokens_per_microbatch=36_864)
         denominators = Denominators.of(rows)
         for micro in packed.micro_batches:
-            make_batch(micro, rows, None, None, denominators, cfg)
+            make_loss_inputs(micro, rows, None, None, denominators, cfg)
 
     many = [_short(i) for i in range(2_000)]
     return HostCosts(

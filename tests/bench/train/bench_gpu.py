@@ -31,7 +31,7 @@ from klear_core.errors import ConfigError
 from klear_core.generate.engine import TransferBackend, dump_offer
 from klear_core.generate.weight_transfer import WeightServer, specs_of
 from klear_core.hf_config import HfConfig
-from klear_core.rl.objective import Denominators, loss_head, make_batch
+from klear_core.rl.objective import Denominators, loss_head, make_loss_inputs
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.sft.loop import sft_heads
 from klear_core.train.distributed import World, parallelise
@@ -315,7 +315,7 @@ def _train(plan: Plan, rows: Sequence[TokenRow], heads_of: HeadsOf, activation_c
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
-        seconds = _seconds(plan, lambda: updater.step(batch, heads, step=0))
+        seconds = _seconds(plan, lambda: updater.update(batch, heads, step=0))
     finally:
         if dist.is_initialized():  # by `parallelise`
             dist.destroy_process_group()
@@ -390,7 +390,7 @@ def _rl(plan: Plan, policy: Policy, rows: Sequence[TokenRow], batch: PackedBatch
     @torch.no_grad()
     def head(micro: MicroBatch) -> Head[HeadOutput]:
         old: TokenLogps = policy(micro, partial(token_logps, target_N=micro.target_N))
-        return loss_head(make_batch(micro, samples, old, None, counts, cfg), cfg, stats)
+        return loss_head(make_loss_inputs(micro, samples, old, None, counts, cfg), cfg, stats)
 
     return [head(micro) for micro in batch.micro_batches]
 

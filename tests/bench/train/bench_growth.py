@@ -151,7 +151,7 @@ def _learning(folder: Path, dtype: Dtype) -> Cost:
     for step in range(3):
         started = time.process_time()
         batch = pack(rows, tokens_per_microbatch=16_384)
-        updater.step(batch, sft_heads(batch.micro_batches, rows, "token"), step=step)
+        updater.update(batch, sft_heads(batch.micro_batches, rows, "token"), step=step)
         seconds.append(time.process_time() - started)
     tokens = TRAIN_ROWS * TRAIN_LEN
     flop = 6 * (tokens * flops.layer_params + TRAIN_ROWS * (TRAIN_LEN - PROMPT_LEN) * flops.head_params)

@@ -133,7 +133,7 @@ def _klear(rows: list[SftExample], folder: Path, *, dtype: Dtype = "float32", lr
     for step in range(num_steps):
         chosen = rows[step * ROWS_PER_STEP : (step + 1) * ROWS_PER_STEP]
         batch = pack(chosen, tokens_per_microbatch=16_384)
-        loss = updater.step(batch, sft_heads(batch.micro_batches, chosen, "token"), step=step).loss
+        loss = updater.update(batch, sft_heads(batch.micro_batches, chosen, "token"), step=step).loss
         first_loss = first_loss or loss
     return first_loss, sum(len(r.token_ids) for r in rows) / (time.process_time() - started)
 

@@ -53,7 +53,7 @@ def losses(folder, dtype):
     rows = random_rows([20, 31, 12])
     batch = packed(rows)
     heads = sft_heads(batch.micro_batches, rows, "token")
-    return [updater.step(batch, heads, step=i).loss for i in range(6)]
+    return [updater.update(batch, heads, step=i).loss for i in range(6)]
 
 
 def test_a_model_learns_as_in_float32(tmp_path):
