@@ -87,7 +87,7 @@ class ContinuousRollouts:
     ) -> None:
         await self._cancel_open()
 
-    def weights_updated(self) -> None:
+    def advance(self) -> None:
         """Count one version: the engines have new weights, so that younger groups may be begun."""
         self._version += 1
         self._begin_groups()

@@ -210,7 +210,7 @@ async def run_steps(
                 await sync_weights(learner, engine, sleeper, version=step + 1)
                 evals.start(engine, step=step + 1)
             # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
-            rollouts.weights_updated()
+            rollouts.advance()
             step_log.log(collected, samples.drops, update, phase.seconds)
             # After `log`, so that the checkpoint includes this step's counts.
             is_last = state.step == cfg.num_steps or stopping.is_asked()

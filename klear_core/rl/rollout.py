@@ -342,7 +342,7 @@ def _has_result(task: asyncio.Task[Rollout]) -> bool:
 class Lookahead:
     """Collect batches one after the other in the background, at most `depth` ahead of the batch in use.
 
-    Each call of `weights_updated` permits one more; entering the context permits `depth + 1`. With `waits_for_all` a
+    Each call of `advance` permits one more; entering the context permits `depth + 1`. With `waits_for_all` a
     batch is given only when all permitted ones are complete, so that the policy of exactly `depth` versions before
     sampled it.
     """
@@ -363,7 +363,7 @@ class Lookahead:
 
     async def __aenter__(self) -> Self:
         for _ in range(self._depth + 1):
-            self.weights_updated()
+            self.advance()
         return self
 
     async def __aexit__(
@@ -374,7 +374,7 @@ class Lookahead:
         # Wait for the cancelled tasks and retrieve their errors: the loop is already ending for another reason.
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def weights_updated(self) -> None:
+    def advance(self) -> None:
         """Permit one more batch; its collection starts when the batch before it is complete."""
         if self._num_left > 0:
             self._num_left -= 1

@@ -116,7 +116,7 @@ async def drive(
             run.staleness += [step - row.oldest_version for row in samples.rows]
             await asyncio.sleep(learn_s)
             engine.version = step + 1
-            ahead.weights_updated()
+            ahead.advance()
             found.drops.add(samples.drops)
             run.state.add_step(
                 {"rl/optim/updates": 1, "rl/optim/skipped": 0},

@@ -567,7 +567,7 @@ def test_lookahead_collects_in_order_and_never_further_than_allowed() -> None:
                 for _ in range(10):
                     await asyncio.sleep(0)
                 assert len(started) <= step + 2
-                ahead.weights_updated()
+                ahead.advance()
         return seen  # type: ignore[return-value]
 
     assert asyncio.run(drive()) == [0, 1, 2, 3]
