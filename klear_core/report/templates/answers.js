@@ -175,7 +175,7 @@ function problemsShown() {
   const wanted = state.search.toLowerCase(), found = [];
   for (let p = 0; p < data.ids.length; p++) {
     if (state.benchmark >= 0 && data.of[p] !== state.benchmark) continue;
-    if (wanted && !data.ids[p].startsWith(wanted) && !data.titles[p].toLowerCase().includes(wanted)) continue;
+    if (wanted && !data.ids[p].toLowerCase().startsWith(wanted) && !data.titles[p].toLowerCase().includes(wanted)) continue;
     const answers = answersOf(p);
     if (answers.length && MATCHES[state.show](answers)) found.push(p);
   }
