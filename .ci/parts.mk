@@ -12,8 +12,8 @@ say    = @printf '\n=== %s: %s (%ss)\n' '$@' '$(1)' "$$(($$(date +%s) - $(START)
 # threads that wait for one another spin meanwhile, on a core that another part needs
 export OMP_NUM_THREADS := 1
 
-.PHONY: all vllm vllm-alone setup slow-kills slow-flows product desk slow-ray slow-rl slow-others fast locks lint
-all: slow-kills slow-others fast slow-flows vllm slow-ray slow-rl product desk locks lint
+.PHONY: all vllm vllm-alone setup slow-kills slow-flows product desk slow-ray slow-rl slow-others fast smol locks lint
+all: slow-kills slow-others fast slow-flows vllm smol slow-ray slow-rl product desk locks lint
 
 setup:
 	$(MAKE) setup
@@ -26,7 +26,7 @@ vllm-alone:
 
 vllm: vllm-alone
 
-vllm slow-kills slow-flows product desk slow-ray slow-rl slow-others fast locks lint: setup
+vllm slow-kills slow-flows product desk slow-ray slow-rl slow-others fast smol locks lint: setup
 
 vllm:
 	$(MAKE) test-vllm
@@ -65,6 +65,10 @@ product:
 	grep -q "all stages reused" runs/second.txt
 	env -u MAKEFLAGS -u MAKELEVEL .venv/bin/python tests/readme_commands.py
 	$(call say,the smoke pipeline makes a better model; again with every stage reused; the commands of the README)
+
+smol:
+	$(MAKE) smol-ci
+	$(call say,a published model learns, and answers as transformers has it answer)
 
 desk:
 	$(MAKE) desk-ci

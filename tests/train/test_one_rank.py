@@ -53,7 +53,7 @@ def test_kept_layers_are_not_computed_again_and_change_no_update(tmp_path):
             layer.mlp.register_forward_pre_hook(lambda *_, i=i: runs.append(i))
         batch = packed(rows)
         policy.train()
-        Updater(policy, OptimConfig(lr=3e-2), ONE, num_steps=1).step(
+        Updater(policy, OptimConfig(lr=3e-2), ONE, num_steps=1).update(
             batch, sft_heads(batch.micro_batches, rows, "token"), step=0
         )
         return {name: weight.detach().clone() for name, weight in policy.named_parameters()}, runs, len(layers)

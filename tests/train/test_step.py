@@ -30,7 +30,7 @@ def test_loss_norm_and_weights_do_not_depend_on_micro_batches(tmp_path):
     for tokens in (1 << 20, 31):
         policy, up = updater(folder)
         batch = packed(rows, tokens)
-        results.append(up.step(batch, mean_nll(batch), step=0))
+        results.append(up.update(batch, mean_nll(batch), step=0))
         weights.append([p.detach() for p in policy.parameters()])
     assert len(results[0].outputs) < len(results[1].outputs)
     assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6)
@@ -41,7 +41,7 @@ def test_loss_norm_and_weights_do_not_depend_on_micro_batches(tmp_path):
 def test_a_step_reports_the_scheduled_rate_and_lowers_the_loss(tmp_path):
     _, up = updater(tiny_folder(tmp_path))
     batch = packed(random_rows([9, 30]))
-    results = [up.step(batch, mean_nll(batch), step=s) for s in range(3)]
+    results = [up.update(batch, mean_nll(batch), step=s) for s in range(3)]
     assert [r.lr for r in results] == pytest.approx([0.005, 0.01, 0.01])
     assert results[2].loss < results[0].loss
 
@@ -50,13 +50,13 @@ def test_a_step_reports_the_scheduled_rate_and_lowers_the_loss(tmp_path):
 def test_a_step_that_is_not_finite_leaves_weights_and_moments_untouched(tmp_path, factor):
     policy, up = updater(tiny_folder(tmp_path))
     batch = packed(random_rows([9, 30]))
-    up.step(batch, mean_nll(batch), step=0)
+    up.update(batch, mean_nll(batch), step=0)
     before = [p.detach().clone() for p in policy.parameters()]
     moments = [s["exp_avg"].clone() for s in up.optimizer.state.values()]
-    assert not up.step(batch, mean_nll(batch, factor), step=1).is_applied
+    assert not up.update(batch, mean_nll(batch, factor), step=1).is_applied
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, up.optimizer.state.values(), strict=True))
-    assert up.step(batch, mean_nll(batch), step=2).is_applied
+    assert up.update(batch, mean_nll(batch), step=2).is_applied
 
 
 def test_a_skipped_batch_is_kept_and_one_too_many_stops(tmp_path):
