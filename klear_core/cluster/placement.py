@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import takewhile
 from typing import assert_never
 
@@ -135,13 +136,42 @@ def gpus_here() -> int:
     if listed.returncode != 0:
         return 0
     count = len([line for line in listed.stdout.splitlines() if line.startswith("GPU ")])
+    visible = _visible()
+    return count if visible is None else min(count, len(visible))
+
+
+def _visible() -> list[str] | None:
+    """Return what CUDA_VISIBLE_DEVICES names; None if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return count
+        return None
     names = [name.strip() for name in visible.split(",")]
     # CUDA sees none of those after the first that is no GPU.
-    seen = list(takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
-    return min(count, len(seen))
+    return list(takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
+
+
+@cache
+def gpu_memory_here() -> float | None:
+    """Return the memory of the smallest GPU that CUDA sees here in gigabytes, as its driver tells; None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    visible = _visible()
+    is_by_index = visible is not None and all(name.isdecimal() for name in visible)
+    if visible and not is_by_index:
+        command += ["-i", ",".join(visible)]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=True)
+        memories = [float(line) for line in listed.stdout.splitlines()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None  # no GPU, or none that tells
+    if visible is not None and is_by_index:
+        # Unless it is told to count as nvidia-smi does, CUDA counts the fastest first, which we take for the largest.
+        if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            memories.sort(reverse=True)
+        memories = [memories[int(index)] for index in visible if int(index) < len(memories)]
+    # nvidia-smi counts in MiB, all settings in gigabytes of 1e9 bytes.
+    return min(memories) * (1 << 20) / 1e9 if memories else None
 
 
 # ---- places ----

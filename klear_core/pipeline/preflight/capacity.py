@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 
 from klear_core.cluster.nodes import joins_a_cluster, known_nodes, plan_engines
-from klear_core.cluster.placement import Node, cpu_refusal, is_too_large_for_cpu
+from klear_core.cluster.placement import Node, cpu_refusal, gpu_memory_here, is_too_large_for_cpu
 from klear_core.config.curate import TagConfig
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.evaluate import (
@@ -231,20 +228,6 @@ def known_hardware(hardware: HardwareConfig) -> HardwareConfig:
     if hardware.gpu_memory_gb is not None:
         return hardware
     return hardware.model_copy(update={"gpu_memory_gb": gpu_memory_here()})
-
-
-@cache
-def gpu_memory_here() -> float | None:
-    """Return the memory of the smallest GPU here in gigabytes, as its driver tells; None without a GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        # nvidia-smi counts in MiB, all settings in gigabytes of 1e9 bytes.
-        return min(float(line) for line in listed.stdout.splitlines()) * (1 << 20) / 1e9
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None  # no GPU, or none that tells
 
 
 def _is_on_gpu(training: SftConfig | RlConfig) -> bool:

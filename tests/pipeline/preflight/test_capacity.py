@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_hf_config import QWEN3, write_config
 
-from klear_core.cluster.placement import GpuPlan, Node, check_cpu_is_meant, gpus_here
+from klear_core.cluster.placement import GpuPlan, Node, check_cpu_is_meant, gpu_memory_here, gpus_here
 from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
@@ -227,6 +227,39 @@ def test_auto_is_a_cpu_for_a_small_model(tmp_path: Path) -> None:
     auto = ("sft.runtime.device=auto", "rl.runtime.device=auto", "evaluate.engine.runtime.device=auto")
     config = load_profile(CONFIGS / "smoke", [f"workspace.root={tmp_path / 'ws'}", *auto])
     assert problems_with(config) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "asked", "gigabytes"),
+    [
+        (None, "", "", 2),  # the smaller of both
+        ("0", "", "", 24),  # CUDA's first is the fastest
+        ("0", "PCI_BUS_ID", "", 2),
+        ("1", "PCI_BUS_ID", "", 24),
+        ("0,1", "", "", 2),
+        ("GPU-af", "", "-i GPU-af", 2),
+        ("", "", "", None),
+    ],
+)
+def test_the_memory_of_a_gpu_is_that_of_those_which_cuda_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, order: str, asked: str, gigabytes: float
+) -> None:
+    """A small card for the display, and a large one."""
+    lister = tmp_path / "nvidia-smi"
+    lister.write_text(f"#!/bin/sh\necho \"$*\" > {tmp_path}/asked\necho 2048\n[ -n '{asked}' ] || echo 24576\n")
+    lister.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpu_memory_here.cache_clear()
+    try:
+        found = gpu_memory_here()
+    finally:
+        gpu_memory_here.cache_clear()
+    assert (tmp_path / "asked").read_text().strip().endswith(asked or "nounits")
+    assert found == (gigabytes and pytest.approx(gigabytes * 1024 * (1 << 20) / 1e9))
 
 
 def test_more_engines_than_gpus_are_refused_before_anything_starts(
