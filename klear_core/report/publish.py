@@ -64,7 +64,7 @@ def write_model(
     counts, decoding = _read_scores(evaluations)
     notes = [*warnings] if evaluations else [*warnings, "no evaluation of this model is known"]
     notes += [f"its score on {benchmark}: {reason}" for benchmark, reason in chosen_on(artifact).items()]
-    temporary = folder.with_name(folder.name + ".tmp")
+    temporary = folder.with_name(f".{folder.name}.klear-unfinished")  # a name that is nobody's own
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for file in check_folder(model):
@@ -222,7 +222,7 @@ def write_data(model: Path, stages: Sequence[str], folder: Path, *, name: str) -
     lineage = ancestors(model)
     tables = {stage: _table_of(lineage, stage) for stage in stages}
     _require_own_data(folder, [source.manifest for source, _ in tables.values()])
-    temporary = folder.with_name(folder.name + ".tmp")
+    temporary = folder.with_name(f".{folder.name}.klear-unfinished")  # a name that is nobody's own
     shutil.rmtree(temporary, ignore_errors=True)
     configs: list[dict[str, str]] = []
     behind: dict[Path, Ancestor] = {}
