@@ -42,9 +42,11 @@ _MAX_DETAIL = 500
 _INFINITIES = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
 _EVALUATED = (sympy.Pow, sympy.Mul, sympy.Add, sympy.log, sympy.exp)
 _INDEXED_I = re.compile(r"(?<![\\a-zA-Z])I\s*_")
-_POWER_T = re.compile(r"\^\s*(?:\{\s*T\s*\}|T(?![a-zA-Z]))")
+_FORMULA = re.compile(r"\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+_POWER_T = re.compile(r"\^\s*(?:\{\s*T\s*\}|T)")
 _PRIME = re.compile(r"\^\s*(?:\{\s*(?P<several>\\prime(?:\s*\\prime)*)\s*\}|\\prime(?![a-zA-Z]))")
-_PRIMED = re.compile(r"([a-zA-Z])(?:_\{?(\w+)\}?)?\s*('+)")
+_PRIMES_BEFORE_INDEX = re.compile(r"('+)\s*(_(?:\w|\{\w+\}))")
+_PRIMED = re.compile(r"([a-zA-Z])(?:_(\w|\{\w+\}))?\s*('+)")  # without braces an index is one character
 
 
 class CpuLimitError(BaseException):
@@ -111,6 +113,8 @@ def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:
 
 
 def _parse_unboxed(gold: str, sentence: str) -> tuple[Parsed, Parsed]:
+    # In formulas alone: the apostrophe of a word is no prime.
+    sentence = _FORMULA.sub(lambda m: _with_powers_and_primes(m[0]), sentence)
     return _parse_boxed(gold), tuple(map(_plain_symbols, parse(sentence, parsing_timeout=None)))
 
 
@@ -118,12 +122,18 @@ def _parse_unboxed(gold: str, sentence: str) -> tuple[Parsed, Parsed]:
 @lru_cache(maxsize=4096)
 def _parse_boxed(text: str) -> Parsed:
     text = _INDEXED_I.sub("ω_", text)  # the parser would read `I_1` as the imaginary unit
-    if r"\begin" not in text:  # it transposes matrices, and would drop the power of `2^T`
-        text = _POWER_T.sub("^{t}", text)
-    # It would drop primes, which make another name: `f'(x)` is not `f(x)`.
-    text = _PRIME.sub(lambda m: "'" * (m["several"] or m[0]).count("prime"), text)
-    text = _PRIMED.sub(lambda m: f"{m[1]}_{{{m[2] or ''}{'p' * len(m[3])}}}", text)
+    text = _with_powers_and_primes(text)
     return tuple(map(_plain_symbols, parse(rf"\boxed{{{text}}}", _BOXED_EXTRACTION, parsing_timeout=None)))
+
+
+def _with_powers_and_primes(text: str) -> str:
+    """Return the text with other spellings for powers `T` and primes, which the parser would drop."""
+    if r"\begin" not in text:  # it transposes matrices
+        text = _POWER_T.sub("^{t}", text)
+    # Primes make another name: `f'(x)` is not `f(x)`.
+    text = _PRIME.sub(lambda m: "'" * (m["several"] or m[0]).count("prime"), text)
+    text = _PRIMES_BEFORE_INDEX.sub(r"\2\1", text)
+    return _PRIMED.sub(lambda m: f"{m[1]}_{{{(m[2] or '').strip('{}')}{'p' * len(m[3])}}}", text)
 
 
 def _plain_symbols(value: object) -> object:

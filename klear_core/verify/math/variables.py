@@ -105,6 +105,8 @@ def with_cases_apart(gold: str, answer: str, *, is_sentence: bool = False) -> tu
         capitals |= {name for name in names if name != name.lower() and name.lower() in names}
     if is_sentence:
         capitals = {name for name in capitals if name in gold or name.lower() in gold}
+    if r"\begin" in gold + answer:
+        capitals.discard("T")  # of a matrix `^T` is the transpose, which the parser knows by this letter
     free = [name for name in _NO_CAPITALS if name not in gold + answer]
     renamed = dict(zip(sorted(capitals), free, strict=False))
 

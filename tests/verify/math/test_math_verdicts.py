@@ -266,11 +266,23 @@ def test_a_capital_and_its_small_letter_in_one_text_differ(
         ("-2f'(0)", r"f'(0)\cdot(-2)", "-2f(0)"),
         ("h''(b)", r"h^{\prime\prime}(b)", "h'(b)"),
         ("y'=2y", "2y=y'", "y=2y"),
+        ("y_1y_2'-y_2y_1'", "y_2'y_1-y_1'y_2", "0"),
+        ("f'_n(x)", "f_n'(x)", "f_n(x)"),
+        ("(1+r)^Tx", "x(1+r)^T", "x(1+r)"),
+        (r"\begin{pmatrix}t\\1\end{pmatrix}", r"\begin{pmatrix}t&1\end{pmatrix}^T", r"\begin{pmatrix}1&t\end{pmatrix}^T"),
     ],
 )
 def test_neither_a_power_t_nor_a_prime_is_dropped(math_pool: JudgePool, gold: str, right: str, wrong: str) -> None:
     assert is_right(math_pool, gold, right)
     assert not is_right(math_pool, gold, wrong)
+
+
+@pytest.mark.parametrize(
+    ("gold", "formula", "score"), [("f'(0)", "$f'(0)$", 1.0), ("f'(0)", "$f(0)$", 0.0), ("f(0)", "$f'(0)$", 0.0)]
+)
+def test_primes_count_in_a_sentence_too(math_pool: JudgePool, gold: str, formula: str, score: float) -> None:
+    verdict = math_pool.judge(math_problem(gold), f"{THINK}Hence the model's slope is {formula} there.")
+    assert verdict.score == score
 
 
 HOSTILE = {
