@@ -363,7 +363,9 @@ def _run_command() -> None:
         errors.print(f"[bold red]error:[/] {escape(str(e))}")
         sys.exit(2 if e.is_permanent else 1)
     except PermissionError as e:  # any path of a command may be in a folder of somebody else
-        errors.print(f"[bold red]error:[/] {escape(f'{e.filename}: {e.strerror}' if e.filename else str(e))}")
+        if e.filename is None:
+            raise
+        errors.print(f"[bold red]error:[/] {escape(f'{e.filename}: {e.strerror}')}")
         sys.exit(2)
     except (SystemExit, KeyboardInterrupt) as e:  # click exits for an interrupt, unless a second one follows
         status = _status_of(e)

@@ -30,7 +30,7 @@ from klear_core.config.data import BenchmarkConfig
 from klear_core.config.data_jobs import unused_overrides
 from klear_core.config.evaluate import LONGEST_TORCH_ANSWER, EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
-from klear_core.config.load import apply_override, read_profile, validate
+from klear_core.config.load import apply_override, apply_overrides, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import HubModelConfig
@@ -151,9 +151,7 @@ def evaluation_config(
         tree = apply_override(tree, f"evaluate.engine.kind={engine}")
         if engine == "torch" and not has_engine:
             tree = apply_override(tree, f"evaluate.runtime.num_threads={_threads(given)}")
-    for override in options.overrides:
-        tree = apply_override(tree, override)
-    return validate(tree, origin="klear evaluate")
+    return validate(apply_overrides(tree, options.overrides), origin="klear evaluate")
 
 
 def _tokens_of_window(given: Mapping[str, Any]) -> int | None:

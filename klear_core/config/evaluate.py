@@ -19,12 +19,12 @@ from klear_core.config.settings import Precision, Settings
 Device = Literal["auto", "cpu", "cuda"]
 
 
-def _with_a_port(url: str) -> str:
+def _with_a_valid_port(url: str) -> str:
     _ = urlsplit(url).port  # ValueError for one that is no number up to 65535
     return url
 
 
-Address = Annotated[str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?$"), AfterValidator(_with_a_port)]
+Address = Annotated[str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?$"), AfterValidator(_with_a_valid_port)]
 
 
 class SamplingConfig(Settings):

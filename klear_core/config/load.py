@@ -108,19 +108,18 @@ def apply_overrides(settings: Mapping[str, Any], overrides: Sequence[str]) -> Tr
     Raise ConfigError if another `kind` would remove what an earlier override has set: it would have no effect.
     """
     tree = _copy(settings)
-    for override in overrides:
-        tree = apply_override(tree, override)
+    removed_by: dict[str, str] = {}
     for i, override in enumerate(overrides):
-        keys = _keys(override)
-        if _has(tree, keys):
-            continue
-        for later in overrides[i + 1 :]:
-            *table, last = _keys(later)
-            if last == "kind" and keys[: len(table)] == table:
-                raise ConfigError(
-                    f"--set {override!r} has no effect before --set {later!r}, which begins the table anew: "
-                    "set it after the kind, or leave it out"
-                )
+        before, tree = tree, apply_override(tree, override)
+        if _keys(override)[-1] == "kind":
+            gone = [earlier for earlier in overrides[:i] if _has(before, _keys(earlier)) > _has(tree, _keys(earlier))]
+            removed_by |= dict.fromkeys(gone, override)
+    for override, later in removed_by.items():
+        if not _has(tree, _keys(override)):  # else set again after the kind
+            raise ConfigError(
+                f"--set {override!r} has no effect before --set {later!r}, which begins the table anew: "
+                "set it after the kind, or leave it out"
+            )
     return tree
 
 

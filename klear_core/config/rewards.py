@@ -97,13 +97,16 @@ class RewardConfig(Settings):
             if value is not None and value > self.wrong
         )
 
+    @property
+    def is_flat(self) -> bool:
+        """Return whether right answers earn what wrong ones do, and no reward of the user's own tells them apart."""
+        return self.correct == self.wrong and not self.custom
+
     @model_validator(mode="after")
-    def _right_answers_earn_more(self) -> RewardConfig:
-        # Rewards of the user's own may be all that counts.
-        if self.correct < self.wrong or (self.correct == self.wrong and not self.custom):
+    def _wrong_answers_earn_no_more(self) -> RewardConfig:
+        if self.correct < self.wrong:
             raise ValueError(
-                f"correct = {self.correct:g} is not above wrong = {self.wrong:g}: right answers would earn no more "
-                "than wrong ones"
+                f"correct = {self.correct:g} is not above wrong = {self.wrong:g}: wrong answers would earn more"
             )
         return self
 

@@ -448,6 +448,8 @@ class RlConfig(Settings):
 
     @model_validator(mode="after")
     def _advantage_fits_the_rewards(self) -> RlConfig:
+        if self.reward.is_flat and self.distill is None:
+            raise ValueError("reward.correct = reward.wrong: no answer would earn more; set them apart, or use distill")
         num_samples = self.rollout.samples_per_group
         if isinstance(self.advantage, PassAtKAdvantage) and self.advantage.k >= num_samples:
             raise ValueError(
@@ -493,8 +495,5 @@ class RlConfig(Settings):
     @model_validator(mode="after")
     def _samples_at_a_temperature(self) -> RlConfig:
         if self.rollout.sampling.temperature == 0:
-            raise ValueError(
-                "rollout.sampling.temperature = 0 is greedy: all answers of a group would be the same; "
-                "RL needs more than 0"
-            )
+            raise ValueError("rollout.sampling.temperature = 0 is greedy: all answers of a group would be the same")
         return self

@@ -130,7 +130,10 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
             "was it saved with adapters that are not merged, or for another config.json?"
         )
     # Then transformers ties nothing, and engines leave the file's head out.
-    if hf.config.tie_word_embeddings and hf.get_output_embeddings().weight is not hf.get_input_embeddings().weight:
+    if (
+        getattr(hf.config, "tie_word_embeddings", False)
+        and hf.get_output_embeddings().weight is not hf.get_input_embeddings().weight
+    ):
         raise ConfigError(
             f"{folder}: config.json has tie_word_embeddings = true, but the weights have another lm_head.weight, which "
             "engines would not use: set it to false there, or delete that tensor"

@@ -52,6 +52,8 @@ def test_a_kind_that_would_remove_what_an_earlier_override_set_is_refused(profil
         load_profile(profile, ["rl.loss.eps_high=0.35", "rl.loss.kind=clip"])
     overrides = ["rl.loss.eps_high=0.3", "rl.loss.kind=clip", "rl.loss.eps_high=0.35"]
     assert load_profile(profile, overrides).rl.loss == ClipConfig(eps_high=0.35)
+    # Removed by the preset, and not by the kind, which is that of the table already.
+    load_profile(profile, ["rl.loss.beta_low=0.3", "rl.loss.preset=paper", "rl.loss.kind=gppo"])
 
 
 @pytest.mark.parametrize("overrides", [["rl.loss.kind=gppo"], ["rl.loss.beta_low=0.5", "rl.loss.kind=gppo"]])

@@ -269,7 +269,11 @@ def test_a_capital_and_its_small_letter_in_one_text_differ(
         ("y_1y_2'-y_2y_1'", "y_2'y_1-y_1'y_2", "0"),
         ("f'_n(x)", "f_n'(x)", "f_n(x)"),
         ("(1+r)^Tx", "x(1+r)^T", "x(1+r)"),
-        (r"\begin{pmatrix}t\\1\end{pmatrix}", r"\begin{pmatrix}t&1\end{pmatrix}^T", r"\begin{pmatrix}1&t\end{pmatrix}^T"),
+        (
+            r"\begin{pmatrix}t\\1\end{pmatrix}",
+            r"\begin{pmatrix}t&1\end{pmatrix}^T",
+            r"\begin{pmatrix}1&t\end{pmatrix}^T",
+        ),
     ],
 )
 def test_neither_a_power_t_nor_a_prime_is_dropped(math_pool: JudgePool, gold: str, right: str, wrong: str) -> None:
