@@ -19,7 +19,7 @@ from rich.table import Table
 from klear_core.artifacts.manifest import StageSummary
 from klear_core.artifacts.records import whole_tables
 from klear_core.config.data import FileSource
-from klear_core.config.load import apply_override, validate
+from klear_core.config.load import apply_overrides, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.curation.curate import curate
 from klear_core.data.curation.solutions import FAILING
@@ -76,8 +76,7 @@ def config_of(sources: Sequence[str], benchmarks: Sequence[str], overrides: Sequ
     for override in overrides:
         if not override.startswith(("curate.", "seed=")):
             raise ConfigError(f"--set {override!r}: this command takes only curate.* settings and the seed")
-        settings = apply_override(settings, override)
-    return validate(settings, origin="klear curate")
+    return validate(apply_overrides(settings, overrides), origin="klear curate")
 
 
 def _named(paths: Sequence[str]) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from flows.show import find_artifact
 from klear_core.artifacts.manifest import InputRecord, Manifest, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import is_same_model
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.load import apply_override, validate
+from klear_core.config.load import apply_overrides, validate
 from klear_core.config.settings import config_digest
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.readers import SUFFIXES
@@ -291,8 +291,7 @@ def _with_overrides(settings: Mapping[str, object], overrides: Sequence[str]) ->
         # Any other setting would be valid, too, because the whole config is validated, and would change nothing.
         if not override.startswith("verify."):
             raise ConfigError(f"--set {override!r}: this command takes only verify.* settings")
-        settings = apply_override(settings, override)
-    return validate(settings, origin="--set").verify
+    return validate(apply_overrides(settings, overrides), origin="--set").verify
 
 
 def _as_file_name(source: AnswerSource) -> str:
@@ -344,8 +343,8 @@ def score_table(title: str, first: str, *more: str) -> Table:
     return table
 
 
-def _cells(shares: AnswerSummary) -> list[str]:
-    _, num_answers, score, interval, *others = shown_shares(shares)
+def _cells(summary: AnswerSummary) -> list[str]:
+    _, num_answers, score, interval, *others = shown_shares(summary)
     return [num_answers, f"{score}\n[dim]{interval}[/]", *others]
 
 

@@ -68,7 +68,7 @@ _STORE_FLOOR_BYTES = 128 << 20  # rollouts and Ray's own objects; Ray's minimum 
 _COPIES_OF_WEIGHTS = 6
 _SHM = Path("/dev/shm")  # noqa: S108  where Ray keeps objects
 _SLOW_STORE_BYTES = 10**10
-"""Largest store that Ray keeps in files where /dev/shm has no room for it; with a larger one it does not start."""
+"""Ray's REQUIRE_SHM_SIZE_THRESHOLD: a larger store than this must fit /dev/shm, or Ray does not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, JsonValue, StringConstraints, field_validator, model_validator
 
 from klear_core.config.benchmark_prompts import QUESTION
-from klear_core.config.settings import Precision, Settings
+from klear_core.config.settings import Precision, Settings, VariableName
 
 # ---- engine ----
 # Define the settings of inference engines and sampling.
@@ -207,7 +207,7 @@ class HttpEngineConfig(Settings):
     """URL up to and including `/v1`; without a user name, password or query, as of chat endpoints."""
     model: str
     """Model name at the endpoint, as `/v1/models` lists it."""
-    api_key_env: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
+    api_key_env: VariableName = ""
     """Name of the environment variable that holds the API key; the key itself is never a setting."""
     runtime: HttpRuntime = HttpRuntime()
 
@@ -227,7 +227,7 @@ class ChatEndpoint(Settings):
     base_url: Address
     """URL before `/chat/completions`, such as `https://api.deepseek.com/v1`. A user name, password or query is refused:
     a URL is no place for a key."""
-    api_key_env: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
+    api_key_env: VariableName = ""
     """Name of the environment variable that holds the API key; the key itself is never a setting."""
     api_key_block: str = Field(default="", pattern="^[a-z0-9-]*$")
     """Name of the Prefect block of type Secret that holds the API key, in place of a variable."""

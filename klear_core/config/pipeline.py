@@ -21,7 +21,7 @@ from klear_core.config.evaluate import (
 )
 from klear_core.config.opd import OpdConfig, OpdTeacherConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.settings import Settings
+from klear_core.config.settings import Settings, VariableName
 from klear_core.config.submit import SubmitConfig
 from klear_core.config.train import GivenConfig, ModelConfig, SftConfig, TinyModelConfig
 from klear_core.config.verify import JudgedStage, StageJudges, VerifyConfig, judge_of
@@ -95,7 +95,7 @@ NotifyEvent = Literal["failed", "waiting", "promoted", "refused", "disk", "budge
 class NotifyConfig(Settings):
     """Receivers of a run's events, each told with the line that matters and a link."""
 
-    webhook_env: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
+    webhook_env: VariableName = ""
     """Name of the environment variable with the URL of a webhook, which gets JSON; never the URL, which may hold a
     key."""
     blocks: tuple[Annotated[str, Field(pattern=r"^[a-z0-9-]+/[a-z0-9-]+$")], ...] = ()

@@ -14,6 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+VariableName = Annotated[str, Field(pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")]
+"""Name of an environment variable, or empty: a key or an address that was put there by mistake is refused."""
+
 
 class Settings(BaseModel):
     """Base class: frozen, refuses unknown keys and NaN; a field's docstring is its help text in the UI and the docs.

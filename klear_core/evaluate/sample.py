@@ -239,7 +239,7 @@ class EngineAnswerer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSetup:
-    """What answers and judges in an evaluation."""
+    """An evaluation's answerer and judge; tests pass fakes for them."""
 
     answerer: Answerer
     judge: Judge

@@ -303,8 +303,8 @@ def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, 
     numbers = {name: i for i, name in enumerate(benchmarks)}
     rows = []
     for (source, benchmark, template, decoding), counts in stored.counts.items():
-        shares = counts.summary(confidence=_CONFIDENCE, decoding=decoding)
-        rows.append([benchmark, sources[source].name, in_template(decoding, template), *shown_shares(shares)])
+        summary = counts.summary(confidence=_CONFIDENCE, decoding=decoding)
+        rows.append([benchmark, sources[source].name, in_template(decoding, template), *shown_shares(summary)])
     origins = [
         {"name": source.name, "origin": source.origin, "templates": dict(source.templates)} for source in sources
     ]
@@ -323,13 +323,13 @@ def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, 
     }
 
 
-def shown_shares(shares: AnswerSummary) -> list[str]:
+def shown_shares(summary: AnswerSummary) -> list[str]:
     """Return the cells of a row: problems, answers, score, interval, cut off, no answer, not judged."""
-    num, score = shares.num_answers, shares.score
+    num, score = summary.num_answers, summary.score
     value = percent(score.value) if score else NONE
     interval = interval_text(score.new_problems) if score else ""
-    cut = "not recorded" if shares.num_truncated is None else percent(shares.num_truncated / num)
-    is_judged = shares.num_without_verdict < num
-    no_answer = percent(shares.num_no_answer / num) if is_judged else NONE
-    not_judged = percent((shares.num_unscored + shares.num_without_verdict) / num)
-    return [f"{shares.num_problems:,}", f"{num:,}", value, interval, cut, no_answer, not_judged]
+    cut = "not recorded" if summary.num_truncated is None else percent(summary.num_truncated / num)
+    is_judged = summary.num_without_verdict < num
+    no_answer = percent(summary.num_no_answer / num) if is_judged else NONE
+    not_judged = percent((summary.num_unscored + summary.num_without_verdict) / num)
+    return [f"{summary.num_problems:,}", f"{num:,}", value, interval, cut, no_answer, not_judged]

@@ -133,15 +133,15 @@ def _scores_section(facts: CardFacts) -> str:
 
 
 def _score_row(benchmark: str, decoding: Decoding, counts: AnswerCounts) -> list[str]:
-    shares = counts.summary(confidence=CONFIDENCE, decoding=decoding)
-    score, num = shares.score, shares.num_answers
+    summary = counts.summary(confidence=CONFIDENCE, decoding=decoding)
+    score, num = summary.score, summary.num_answers
     value = percent(score.value) if score else NONE
     rerun = interval_text(score.rerun) if score and score.rerun else NONE
     other = interval_text(score.new_problems) if score else NONE
     name = "greedy" if decoding == "greedy" else _score_name(counts)
-    cut = NONE if shares.num_truncated is None else percent(shares.num_truncated / num)
-    other_shares = [cut, percent(shares.num_no_answer / num), percent(shares.num_unscored / num)]
-    return [benchmark, name, value, rerun, other, f"{shares.num_problems:,}", *other_shares]
+    cut = NONE if summary.num_truncated is None else percent(summary.num_truncated / num)
+    other_shares = [cut, percent(summary.num_no_answer / num), percent(summary.num_unscored / num)]
+    return [benchmark, name, value, rerun, other, f"{summary.num_problems:,}", *other_shares]
 
 
 def _score_name(counts: AnswerCounts) -> str:

@@ -173,7 +173,7 @@ class RolloutClient:
 
 
 class StallWatch:
-    """Notice that the engines have finished nothing for its stall timeout."""
+    """Notice that the engines have finished nothing for the stall timeout."""
 
     def __init__(self, client: RolloutClient) -> None:
         self._client = client

@@ -308,9 +308,9 @@ def _chosen(run: ComparedRun, maker: str, benchmark: str) -> str:
     return chosen_on(artifact).get(benchmark, "") if artifact else ""
 
 
-def _cell(shares: AnswerSummary, templates: str, chosen: str) -> ScoreCell:
-    _, _, value, interval, cut_off, no_answer, not_judged = shown_shares(shares)
-    score = shares.score
+def _cell(summary: AnswerSummary, templates: str, chosen: str) -> ScoreCell:
+    _, _, value, interval, cut_off, no_answer, not_judged = shown_shares(summary)
+    score = summary.score
     rerun = interval_text(score.rerun) if score and score.rerun else ""
     return ScoreCell(
         value=value,
