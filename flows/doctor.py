@@ -392,7 +392,7 @@ def _on_gpu(dtype: object) -> Conditions:
         num_kv_heads=8,
         head_dim=128,
         vocab=151_936,
-        is_qwen3=True,
+        model_type="qwen3",
     )
     assert isinstance(dtype, torch.dtype)
     return Conditions(device=torch.device("cuda", 0), dtype=dtype, sizes=sizes)

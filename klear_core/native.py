@@ -72,14 +72,14 @@ def compiler_defines(macro: str, *, compilers: Sequence[str] = COMPILERS) -> boo
     return f"#define {macro} " in listed.stdout
 
 
-def call(library: ctypes.CDLL | None, name: str, *arguments: Tensor | float) -> None:
-    """Call a C function; tensors are passed as pointers to their first element.
+def call(library: ctypes.CDLL | None, name: str, *arguments: Tensor | float | None) -> None:
+    """Call a C function; tensors are passed as pointers to their first element, None as NULL.
 
     The caller must see to it that they are contiguous and of the right type.
     """
     values = []
     for argument in arguments:
-        values.append(argument if isinstance(argument, int | float) else argument.data_ptr())
+        values.append(argument if argument is None or isinstance(argument, int | float) else argument.data_ptr())
     getattr(library, name)(*values)
 
 

@@ -1,15 +1,18 @@
 // Multiply matrices of bfloat16 with float32 sums and a float32 result, by the processor's own instructions: AMX, or
 // AVX512_BF16.
 //
-// Both operands are packed first: into blocks of 32 rows (left) or 32 columns (right), each of two tiles for every 32
-// terms of the sums. A tile of the left side has 16 rows of 32 numbers; one of the right side has 16 pairs of rows of
-// 16 columns. Packing pads with zeros, which add nothing.
+// Both operands, of bfloat16 or of float32 to be rounded to it, are packed: into blocks of 32 rows (left) or 32 columns
+// (right), each of two tiles for every 32 terms of the sums. A tile of the left side has 16 rows of 32 numbers; one of the
+// right side has 16 pairs of rows of 16 columns. Packing pads with zeros, which add nothing.
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
-#if defined(__AVX512BF16__)
+
+#if !defined(__AVX512BF16__)
+int instructions(void) { return 0; } // then nothing else is called
+#else
 #include <immintrin.h>
-#endif
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -19,8 +22,10 @@
 #define TILE 512  // numbers of a tile
 #define BLOCK 32
 #define CEIL(x) (((x) + BLOCK - 1) / BLOCK)
+#define CACHED 1024 // tiles of the shorter side, 2 KiB each, that are read again and again
+#define SHORTEST 64 // tiles of a part of the sums: reading and writing the sums takes little beside them
 
-// Return 2 if products run on AMX, 1 on AVX512_BF16, and 0 if this processor has neither, or may not use it.
+// Return 2 if products run on AMX, and 1 if on AVX512_BF16, which every processor with AMX has, too.
 int instructions(void) {
 #if defined(HAS_AMX)
     static int has_permission = -1;
@@ -28,96 +33,93 @@ int instructions(void) {
     if (has_permission < 0) has_permission = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
     if (has_permission) return 2;
 #endif
-#if defined(__AVX512BF16__)
     return 1;
-#else
-    return 0;
-#endif
 }
 
-static inline uint16_t rounded(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    // A NaN must not be carried into infinity by the rounding; its sign and a bit of its payload stay.
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40u);
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16); // to nearest, ties to even
+// Return the mask of the first `size` of `width` numbers.
+static inline uint32_t first(int64_t size, int width) { return size >= width ? ~0u >> (32 - width) : size <= 0 ? 0 : ~0u >> (32 - size); }
+
+// A side of a product: a matrix with the distance from each row and column to the next, one of which is 1.
+typedef struct { const void *numbers; int is_float; int64_t rows, columns, to_row, to_column; } side;
+
+// Read `size` numbers and zeros beyond, up to 32; float32 is rounded to nearest, ties to even.
+static inline __m512i read_line(const side *x, int64_t at, int64_t size) {
+    if (!x->is_float) return _mm512_maskz_loadu_epi16(first(size, BLOCK), (const uint16_t *)x->numbers + at);
+    const float *from = (const float *)x->numbers + at;
+    const __m512 low = _mm512_maskz_loadu_ps(first(size, 16), from), high = _mm512_maskz_loadu_ps(first(size - 16, 16), from + 16);
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-static void round_floats(const float *x, int64_t size, uint16_t *out) {
-    int64_t i = 0;
-#if defined(__AVX512BF16__)
-    for (; i + BLOCK <= size; i += BLOCK) {
-        const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i));
-        memcpy(out + i, &both, sizeof both);
+// Read the 32 rows from `row` on, of the 32 columns from `column` on; or, if the numbers of a column lie side by side, the
+// columns in place of the rows.
+static inline void read_lines(const side *x, int64_t row, int64_t column, __m512i line[BLOCK]) {
+    const int by_rows = x->to_column == 1;
+    const int64_t at = row * x->to_row + column * x->to_column, to_line = by_rows ? x->to_row : x->to_column;
+    const int64_t height = x->rows - row, width = x->columns - column;
+    const int64_t num_lines = by_rows ? height : width, size = by_rows ? width : height;
+    for (int i = 0; i < BLOCK; i++) line[i] = i < num_lines ? read_line(x, at + i * to_line, size) : _mm512_setzero_si512();
+}
+
+// Transpose 16 rows of 16 pairs: within quarters of registers, then the quarters.
+static inline void transpose(__m512i row[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            row[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            row[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 4; i++) {
+        const __m512i even = _mm512_shuffle_i32x4(row[i], row[i + 4], 0x88), odd = _mm512_shuffle_i32x4(row[i], row[i + 4], 0xdd);
+        const __m512i even_8 = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0x88), odd_8 = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0xdd);
+        row[i] = _mm512_shuffle_i32x4(even, even_8, 0x88);
+        row[i + 4] = _mm512_shuffle_i32x4(odd, odd_8, 0x88);
+        row[i + 8] = _mm512_shuffle_i32x4(even, even_8, 0xdd);
+        row[i + 12] = _mm512_shuffle_i32x4(odd, odd_8, 0xdd);
     }
-#endif
-    for (; i < size; i++) out[i] = rounded(x[i]);
 }
 
-// Pack a left side [rows, terms] of float32, rounding it.
-void pack_floats(int64_t rows, int64_t terms, const float *x, uint16_t *out) {
-    const int64_t num_k = CEIL(terms);
-#pragma omp parallel for if (rows * terms > 65536)
-    for (int64_t m = 0; m < CEIL(rows) * BLOCK; m++)
-        for (int64_t kb = 0; kb < num_k; kb++) {
-            uint16_t *target = out + ((m / BLOCK * num_k + kb) * 2 + m % BLOCK / 16) * TILE + m % 16 * BLOCK;
-            const int64_t size = m >= rows ? 0 : terms - kb * BLOCK < BLOCK ? terms - kb * BLOCK : BLOCK;
-            round_floats(x + m * terms + kb * BLOCK, size, target);
-            memset(target + size, 0, (BLOCK - size) * sizeof *target);
+// Make two tiles of 32 rows: in each 16 pairs of rows, which stand side by side, of 16 columns.
+static inline void pair_rows(const __m512i row[BLOCK], __m512i tile[2][16]) {
+    uint16_t places[2][BLOCK]; // of the first row's numbers 0 to 31, of the second row's 32 to 63
+    for (int i = 0; i < BLOCK; i++) places[0][i] = i / 2 + i % 2 * BLOCK, places[1][i] = places[0][i] + 16;
+    for (int half = 0; half < 2; half++) {
+        const __m512i from = _mm512_loadu_si512(places[half]);
+        for (int p = 0; p < 16; p++) tile[half][p] = _mm512_permutex2var_epi16(row[2 * p], from, row[2 * p + 1]);
+    }
+}
+
+// Pack the left side's block of rows `mb`, of num_k tiles of terms from `begin` on.
+static void pack_left(const side *x, int64_t mb, int64_t begin, int64_t num_k, uint16_t *out) {
+    for (int64_t kb = 0; kb < num_k; kb++, out += 2 * TILE) {
+        __m512i line[BLOCK], tile[2][16];
+        read_lines(x, mb * BLOCK, (begin + kb) * BLOCK, line);
+        if (x->to_column == 1) {
+            memcpy(out, line, sizeof line);
+            continue;
         }
+        pair_rows(line, tile);
+        transpose(tile[0]), transpose(tile[1]);
+        memcpy(out, tile, sizeof tile);
+    }
 }
 
-// Copy up to 32 x 32 numbers, x[i * to_i + j * to_j], to square[i][j], with zeros beyond.
-static inline void read_square(const uint16_t *x, int64_t height, int64_t width, int64_t to_i, int64_t to_j, uint16_t square[BLOCK][BLOCK]) {
-    if (height < BLOCK || width < BLOCK) memset(square, 0, BLOCK * BLOCK * sizeof(uint16_t));
-    height = height < BLOCK ? height : BLOCK;
-    width = width < BLOCK ? width : BLOCK;
-    if (to_j == 1)
-        for (int64_t i = 0; i < height; i++) memcpy(square[i], x + i * to_i, width * sizeof(uint16_t));
-    else if (height == BLOCK && to_i == 1) // whole rows of 32 at once, which the compiler turns into vectors
-        for (int64_t j = 0; j < width; j++)
-            for (int i = 0; i < BLOCK; i++) square[i][j] = x[j * to_j + i];
-    else
-        for (int64_t i = 0; i < height; i++)
-            for (int64_t j = 0; j < width; j++) square[i][j] = x[i * to_i + j * to_j];
-}
-
-// Pack a left side [rows, terms] of bfloat16, with the distance from each row and each term to the next.
-void pack_left(int64_t rows, int64_t terms, const uint16_t *x, int64_t to_row, int64_t to_term, uint16_t *out) {
-    const int64_t num_k = CEIL(terms);
-#pragma omp parallel for if (rows * terms > 65536)
-    for (int64_t mb = 0; mb < CEIL(rows); mb++)
-        for (int64_t kb = 0; kb < num_k; kb++) {
-            const uint16_t *from = x + mb * BLOCK * to_row + kb * BLOCK * to_term;
-            // Two tiles of 16 rows are one square of 32.
-            uint16_t(*tiles)[BLOCK] = (uint16_t(*)[BLOCK])(out + (mb * num_k + kb) * 2 * TILE);
-            read_square(from, rows - mb * BLOCK, terms - kb * BLOCK, to_row, to_term, tiles);
-        }
-}
-
-// Pack a right side [terms, columns] of bfloat16.
-void pack_right(int64_t terms, int64_t columns, const uint16_t *x, int64_t to_term, int64_t to_column, uint16_t *out) {
+// Pack a right side [terms, columns].
+void pack_right(int64_t terms, int64_t columns, const void *numbers, int is_float, int64_t to_term, int64_t to_column, uint16_t *out) {
+    const side x = {numbers, is_float, terms, columns, to_term, to_column};
     const int64_t num_k = CEIL(terms);
 #pragma omp parallel for if (terms * columns > 65536)
     for (int64_t nb = 0; nb < CEIL(columns); nb++)
         for (int64_t kb = 0; kb < num_k; kb++) {
-            const uint16_t *from = x + kb * BLOCK * to_term + nb * BLOCK * to_column;
-            const int64_t height = terms - kb * BLOCK, width = columns - nb * BLOCK;
-            uint16_t *target = out + (nb * num_k + kb) * 2 * TILE, square[BLOCK][BLOCK];
-            if (to_term == 1) { // terms side by side: pairs stay together
-                read_square(from, width, height, to_column, to_term, square);
-                for (int n = 0; n < BLOCK; n++)
-                    for (int pair = 0; pair < 16; pair++)
-                        memcpy(target + n / 16 * TILE + pair * BLOCK + n % 16 * 2, &square[n][2 * pair], 2 * sizeof(uint16_t));
-                continue;
+            __m512i line[BLOCK], tile[2][16];
+            read_lines(&x, kb * BLOCK, nb * BLOCK, line);
+            if (to_column == 1)
+                pair_rows(line, tile);
+            else {
+                memcpy(tile, line, sizeof tile);
+                transpose(tile[0]), transpose(tile[1]);
             }
-            read_square(from, height, width, to_term, to_column, square);
-            for (int pair = 0; pair < 16; pair++)
-                for (int n = 0; n < BLOCK; n++) {
-                    uint16_t *place = target + n / 16 * TILE + pair * BLOCK + n % 16 * 2;
-                    place[0] = square[2 * pair][n];
-                    place[1] = square[2 * pair + 1][n];
-                }
+            memcpy(out + (nb * num_k + kb) * 2 * TILE, tile, sizeof tile);
         }
 }
 
@@ -127,19 +129,19 @@ static inline const char *read_ahead(const char *from, int64_t lines) {
     return from;
 }
 
-// Below, one block of rows times one of columns over num_k tiles of terms: added to sums[32][32], whose rows are `to_row`
-// numbers apart. For each tile `lines` cache lines are read ahead.
-#if defined(__AVX512BF16__)
+// Below, one block of rows times one of columns over num_k tiles of terms: sums[32][32], whose rows are `to_row` numbers
+// apart, or added to them with `adds`. For each tile `lines` cache lines are read ahead.
+
 // Groups of 8 rows from `height` on are left as they are: a decode step may have few rows.
-static void block_on_vectors(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, int64_t height, const char *ahead,
-                             int64_t lines) {
+static void block_on_vectors(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, int adds, int64_t height,
+                             const char *ahead, int64_t lines) {
     const int64_t num_groups = height < BLOCK ? (height + 7) / 8 : BLOCK / 8, group_lines = (lines + num_groups - 1) / num_groups;
-    for (int first = 0; first < 8 * num_groups; first += 8) {
+    for (int start = 0; start < 8 * num_groups; start += 8) {
         __m512 sum[8][2];
         for (int i = 0; i < 8; i++)
-            for (int t = 0; t < 2; t++) sum[i][t] = _mm512_loadu_ps(sums + (first + i) * to_row + t * 16);
+            for (int t = 0; t < 2; t++) sum[i][t] = adds ? _mm512_loadu_ps(sums + (start + i) * to_row + t * 16) : _mm512_setzero_ps();
         for (int64_t kb = 0; kb < num_k; kb++) {
-            const uint16_t *left = a + (kb * 2 + first / 16) * TILE + first % 16 * BLOCK, *right = b + kb * 2 * TILE;
+            const uint16_t *left = a + (kb * 2 + start / 16) * TILE + start % 16 * BLOCK, *right = b + kb * 2 * TILE;
             ahead = read_ahead(ahead, group_lines);
             for (int pair = 0; pair < 16; pair++) {
                 const __m512bh b0 = (__m512bh)_mm512_loadu_si512(right + pair * BLOCK);
@@ -154,10 +156,9 @@ static void block_on_vectors(const uint16_t *a, const uint16_t *b, int64_t num_k
             }
         }
         for (int i = 0; i < 8; i++)
-            for (int t = 0; t < 2; t++) _mm512_storeu_ps(sums + (first + i) * to_row + t * 16, sum[i][t]);
+            for (int t = 0; t < 2; t++) _mm512_storeu_ps(sums + (start + i) * to_row + t * 16, sum[i][t]);
     }
 }
-#endif
 
 #if defined(HAS_AMX)
 static void configure_tiles(void) {
@@ -166,14 +167,21 @@ static void configure_tiles(void) {
     _tile_loadconfig(&tiles);
 }
 
-static inline void block_on_tiles(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, const char *ahead,
+static inline void block_on_tiles(const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, int adds, const char *ahead,
                                   int64_t lines) {
     const int64_t stride = to_row * sizeof(float);
     float *below = sums + 16 * to_row;
-    _tile_loadd(0, sums, stride);
-    _tile_loadd(1, sums + 16, stride);
-    _tile_loadd(2, below, stride);
-    _tile_loadd(3, below + 16, stride);
+    if (adds) {
+        _tile_loadd(0, sums, stride);
+        _tile_loadd(1, sums + 16, stride);
+        _tile_loadd(2, below, stride);
+        _tile_loadd(3, below + 16, stride);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     for (int64_t kb = 0; kb < num_k; kb++) {
         ahead = read_ahead(ahead, lines);
         _tile_loadd(4, a + kb * 2 * TILE, 64);
@@ -192,52 +200,76 @@ static inline void block_on_tiles(const uint16_t *a, const uint16_t *b, int64_t 
 }
 #endif
 
-static inline void block(int kind, const uint16_t *a, const uint16_t *b, int64_t num_k, float *sums, int64_t to_row, int64_t height,
-                         const char *ahead, int64_t lines) {
-#if defined(HAS_AMX)
-    if (kind == 2) block_on_tiles(a, b, num_k, sums, to_row, ahead, lines);
-#endif
-#if defined(__AVX512BF16__)
-    if (kind == 1) block_on_vectors(a, b, num_k, sums, to_row, height, ahead, lines);
-#endif
-}
+// Return room for a number of tiles of both halves of a block.
+static uint16_t *room(int64_t num_k) { return aligned_alloc(64, num_k * 2 * TILE * sizeof(uint16_t)); }
 
-// Set out[rows, columns] to the product of packed sides, or add it with `adds`. Each result is one sum in the order of
-// its terms, whatever the other rows and columns are.
-void multiply(int64_t rows, int64_t columns, int64_t terms, const uint16_t *left, const uint16_t *right, float *out, int adds) {
-    const int64_t num_k = CEIL(terms), high = CEIL(rows), wide = CEIL(columns), shorter = high < wide ? high : wide;
+// Set out[rows, columns] to the product of the left side [rows, terms] and a packed right side, or add it with `adds`. Each
+// result is one sum in the order of its terms, whatever the other rows and columns are.
+void multiply(int64_t rows, int64_t columns, int64_t terms, const void *numbers, int is_float, int64_t to_row, int64_t to_term,
+              const uint16_t *right, float *out, int adds) {
+    const side x = {numbers, is_float, rows, terms, to_row, to_term};
+    const int64_t num_k = CEIL(terms), high = CEIL(rows), wide = CEIL(columns);
+    // The shorter side stays in the cache while the longer one is read once.
+    const int is_wide = high < wide;
+    const int64_t shorter = is_wide ? high : wide, block_size = num_k * 2 * TILE;
+    // A block of columns is 32 lines for each tile. Each of its products reads a part of the next block ahead: with few of
+    // them, as in a decode step, computing would wait for memory for a quarter of the time.
+    const int64_t lines = is_wide && shorter <= BLOCK / 4 ? (BLOCK + shorter - 1) / shorter : 0;
+    // Long sums are computed in parts, so that the shorter side's tiles still fit in the cache.
+    const int64_t most = CACHED / shorter > SHORTEST ? CACHED / shorter : SHORTEST, num_parts = (num_k + most - 1) / most;
+    const int64_t part = (num_k + num_parts - 1) / num_parts;
+    // A left side that is read for every block of columns is packed once; otherwise each block of rows just before its use.
+    uint16_t *whole = is_wide ? room(high * num_k) : NULL;
+#if defined(HAS_AMX)
     const int kind = instructions();
-    // A block of the longer side is 32 lines for each tile. Each of its `shorter` products reads a part of the next block
-    // ahead: with few of them, as in a decode step, computing would wait for memory for a quarter of the time.
-    const int64_t block_size = num_k * 2 * TILE, lines = shorter > BLOCK / 4 ? 0 : (BLOCK + shorter - 1) / shorter;
-    const uint16_t *longer = high < wide ? right : left;
+#endif
 #pragma omp parallel if (rows * columns * terms > 1048576)
     {
 #if defined(HAS_AMX)
         if (kind == 2) configure_tiles();
 #endif
-        // The shorter side stays in the cache while the longer one is read once.
+        uint16_t *own = is_wide ? NULL : room(part);
+        if (is_wide) {
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < high * wide; i++) {
-            const int64_t mb = high < wide ? i % shorter : i / shorter, nb = high < wide ? i / shorter : i % shorter;
-            const uint16_t *a = left + mb * block_size, *b = right + nb * block_size;
-            const int64_t next = i / shorter + 1, is_last = next * shorter == high * wide;
-            const char *ahead = (const char *)(longer + (is_last ? 0 : next) * block_size) + i % shorter * lines * num_k * 64;
-            const int64_t height = rows - mb * BLOCK, width = columns - nb * BLOCK;
-            float *target = out + mb * BLOCK * columns + nb * BLOCK, edge[BLOCK * BLOCK];
-            const int is_whole = height >= BLOCK && width >= BLOCK;
-            float *sums = is_whole ? target : edge;
-            const int64_t to_row = is_whole ? columns : BLOCK;
-            const size_t size = (width < BLOCK ? width : BLOCK) * sizeof(float);
-            for (int64_t r = 0; r < BLOCK; r++) {
-                if (!adds || !is_whole) memset(sums + r * to_row, 0, BLOCK * sizeof(float));
-                if (adds && !is_whole && r < height) memcpy(edge + r * BLOCK, target + r * columns, size);
-            }
-            block(kind, a, b, num_k, sums, to_row, height, ahead, is_last ? 0 : lines);
-            for (int64_t r = 0; !is_whole && r < BLOCK && r < height; r++) memcpy(target + r * columns, edge + r * BLOCK, size);
+            for (int64_t mb = 0; mb < high; mb++) pack_left(&x, mb, 0, num_k, whole + mb * block_size);
         }
+        for (int64_t begin = 0; begin < num_k; begin += part) {
+            const int64_t size_k = num_k - begin < part ? num_k - begin : part;
+            const int adds_here = adds || begin > 0;
+            int64_t packed = -1;
+            // Static: a block of results is the same thread's in all parts, so that none waits for another.
+#pragma omp for schedule(static) nowait
+            for (int64_t i = 0; i < high * wide; i++) {
+                const int64_t mb = is_wide ? i % shorter : i / shorter, nb = is_wide ? i / shorter : i % shorter;
+                if (!is_wide && mb != packed) {
+                    pack_left(&x, mb, begin, size_k, own);
+                    packed = mb;
+                }
+                const uint16_t *a = is_wide ? whole + mb * block_size + begin * 2 * TILE : own;
+                const uint16_t *b = right + nb * block_size + begin * 2 * TILE;
+                const int64_t num_lines = nb + 1 < wide ? lines : 0;
+                const char *ahead = (const char *)(b + (num_lines ? block_size : 0)) + i % shorter * lines * size_k * 64;
+                const int64_t height = rows - mb * BLOCK, width = columns - nb * BLOCK;
+                float *target = out + mb * BLOCK * columns + nb * BLOCK, edge[BLOCK * BLOCK];
+                const int is_whole = height >= BLOCK && width >= BLOCK;
+                const size_t size = (width < BLOCK ? width : BLOCK) * sizeof(float);
+                for (int64_t r = 0; adds_here && !is_whole && r < BLOCK && r < height; r++) memcpy(edge + r * BLOCK, target + r * columns, size);
+                float *sums = is_whole ? target : edge;
+                const int64_t to_next = is_whole ? columns : BLOCK;
+#if defined(HAS_AMX)
+                if (kind == 2)
+                    block_on_tiles(a, b, size_k, sums, to_next, adds_here, ahead, num_lines);
+                else
+#endif
+                    block_on_vectors(a, b, size_k, sums, to_next, adds_here, height, ahead, num_lines);
+                for (int64_t r = 0; !is_whole && r < BLOCK && r < height; r++) memcpy(target + r * columns, edge + r * BLOCK, size);
+            }
+        }
+        free(own);
 #if defined(HAS_AMX)
         if (kind == 2) _tile_release();
 #endif
     }
+    free(whole);
 }
+#endif

@@ -21,11 +21,8 @@ log = logging.getLogger(__name__)
 _BLOCK = 32  # rows and columns of a block; must equal BLOCK in products.c
 _SOURCE = Path(__file__).with_name("products.c")
 _SIGNATURES = {
-    "instructions": "",
-    "pack_floats": "llpp",
-    "pack_left": "llpllp",
-    "pack_right": "llpllp",
-    "multiply": "lllpppi",
+    "pack_right": "llpillp",
+    "multiply": "lllpillppi",
 }
 _INSTRUCTIONS = {1: "AVX512_BF16", 2: "AMX"}
 _TOLERANCE = 1e-5
@@ -35,7 +32,7 @@ _TOLERANCE = 1e-5
 @cache
 def instructions() -> str:
     """Return the instructions for bfloat16 of this processor, once they were seen to compute right; empty if none."""
-    library = _library()
+    library = compile_c(_SOURCE, {}, {"instructions": ""})
     kind = 0 if library is None else library.instructions()
     if kind not in _INSTRUCTIONS:
         if library is not None and multiplies_bfloat16():  # without a library `compile_c` has said why
@@ -49,19 +46,18 @@ def instructions() -> str:
 
 
 def product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32 for bfloat16 `a` and `b`, or add it to the float32 `total` in place."""
+    """Return a @ b in float32, or add it to the float32 `total` in place. Operands of float32 are rounded to bfloat16."""
     (rows, terms), columns = a.shape, b.shape[1]
-    left, right = _room(rows, terms), _room(terms, columns)
-    call(_library(), "pack_left", rows, terms, a, *a.stride(), left)
-    call(_library(), "pack_right", terms, columns, b, *b.stride(), right)
+    right = _room(terms, columns)
+    call(_library(), "pack_right", terms, columns, *_side(b), right)
     out = a.new_empty(rows, columns, dtype=torch.float32) if total is None else total
     assert out.is_contiguous(), out.stride()
-    call(_library(), "multiply", rows, columns, terms, left, right, out, int(total is not None))
+    call(_library(), "multiply", rows, columns, terms, *_side(a), right, out, int(total is not None))
     return out
 
 
 class PackedWeight:
-    """A weight [outputs, inputs] of bfloat16 in the order in which products read it: a copy of the same size."""
+    """A weight [outputs, inputs] in bfloat16, in the order in which products read it: a copy of the same size."""
 
     def __init__(self, weight: Tensor) -> None:
         self._num_outputs, self._num_inputs = weight.shape
@@ -71,14 +67,21 @@ class PackedWeight:
     def pack(self, weight: Tensor) -> None:
         """Overwrite the weight."""
         # The transposed view: inputs are the terms of the sums.
-        call(_library(), "pack_right", self._num_inputs, self._num_outputs, weight, *weight.T.stride(), self._packed)
+        call(_library(), "pack_right", self._num_inputs, self._num_outputs, *_side(weight.T), self._packed)
 
     def multiply(self, x: Tensor, out: Tensor, *, adds: bool = False) -> None:
         """Set `out` to x @ weight.T, or add that; both are contiguous float32, and `x` is rounded to bfloat16."""
-        left = _room(*x.shape)
-        call(_library(), "pack_floats", *x.shape, x, left)
         sizes = (len(x), self._num_outputs, self._num_inputs)
-        call(_library(), "multiply", *sizes, left, self._packed, out, int(adds))
+        call(_library(), "multiply", *sizes, *_side(x), self._packed, out, int(adds))
+
+
+def _side(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """Return what the C functions are told of a matrix: its numbers, whether they are float32, and the strides."""
+    assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
+    if 1 not in x.stride():  # the C code reads rows or columns that lie side by side
+        x = x.contiguous()
+    to_row, to_column = x.stride()
+    return x, int(x.dtype == torch.float32), to_row, to_column
 
 
 def _room(rows: int, columns: int) -> Tensor:

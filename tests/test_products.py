@@ -21,17 +21,25 @@ def drawn(*size: int) -> Tensor:
 
 def is_exact(found: Tensor, wanted: Tensor) -> bool:
     """Up to the rounding of float32 sums, which is a thousandth of bfloat16's."""
-    return bool(torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-4))
+    return bool(torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()) + 1e-4))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 31, 33), (32, 32, 32), (33, 100, 65), (200, 576, 96)], ids=str)
+SIZES = [(1, 1, 1), (3, 31, 33), (32, 32, 32), (33, 100, 65), (200, 576, 96)]
+LONG = [(300, 2500, 40), (40, 5000, 300)]
+"""Sums that are computed in parts, of more rows than columns and of fewer."""
+
+
+@pytest.mark.parametrize("sizes", SIZES + LONG, ids=str)
 def test_products_of_all_layouts_are_those_of_float64(sizes: tuple[int, int, int]) -> None:
     rows, terms, columns = sizes
     a, b = drawn(rows, terms), drawn(terms, columns)
     exact = a.double() @ b.double()
     for left in (a, a.T.contiguous().T):
         for right in (b, b.T.contiguous().T):
-            assert is_exact(product(None, left, right), exact)
+            found = product(None, left, right)
+            assert is_exact(found, exact)
+            assert torch.equal(product(None, left.float(), right), found)
+            assert torch.equal(product(None, left, right.float()), found)
     strided = drawn(rows, 3 * terms)[:, ::3]
     assert is_exact(product(None, strided, b), strided.double() @ b.double())
 
@@ -42,6 +50,14 @@ def test_a_product_is_added_to_a_total_in_place() -> None:
     assert is_exact(total, 1e3 + a.double() @ b.double())
 
 
+@pytest.mark.parametrize("sizes", LONG, ids=str)
+def test_a_long_sum_is_added_to_a_total(sizes: tuple[int, int, int]) -> None:
+    rows, terms, columns = sizes
+    a, b = drawn(rows, terms), drawn(terms, columns)
+    total = product(torch.full((rows, columns), 1e3), a, b)
+    assert is_exact(total, 1e3 + a.double() @ b.double())
+
+
 def test_inputs_are_rounded_to_nearest_with_ties_to_even() -> None:
     # bfloat16 has steps of 2^-7 at 1: half a step goes to the even neighbour, more goes up.
     x = torch.tensor([[1 + 2**-8], [1 + 3 * 2**-8], [1 + 2**-8 + 2**-20], [-1 - 2**-8]])
@@ -49,6 +65,9 @@ def test_inputs_are_rounded_to_nearest_with_ties_to_even() -> None:
     PackedWeight(torch.ones(1, 1, dtype=torch.bfloat16)).multiply(x, out)
     assert out[:, 0].tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0]
     assert torch.equal(out, x.bfloat16().float())
+    left, right = torch.randn(70, 90), torch.randn(90, 50)
+    assert torch.equal(product(None, left, right), product(None, left.bfloat16(), right.bfloat16()))
+    assert torch.equal(product(None, left, right.T.contiguous().T), product(None, left.T.contiguous().T, right))
 
 
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:

@@ -31,7 +31,7 @@ class ModelSize:
     is_tied: bool
     """The LM head is the embedding's tensor."""
     is_fused: bool
-    """Its norms, rotations and gates run as one compiled pass each (`train/kernels/fused.py`)."""
+    """On a GPU its norms, rotations and gates run as one compiled pass each (`train/kernels/fused.py`)."""
     idle_mlp_size: int = 0
     """Width of the experts that a token does not use."""
 

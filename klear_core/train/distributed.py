@@ -6,11 +6,12 @@ parallelism.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -41,6 +42,8 @@ from klear_core.train.model import (
 )
 from klear_core.train.packing import PackedBatch, pack, plan_rows
 from klear_core.types import TokenRow
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, flops: FlopCount) -> PackedBatch:
@@ -138,6 +141,19 @@ def _weights_and_buffers(policy: Policy) -> dict[str, Tensor]:
     return {**distinct_weights(policy), **dict(policy.named_buffers())}
 
 
+@cache
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, for its next micro-batch.
+
+    glibc gives large blocks back to the system, which clears each page when it is used again: a tenth of an update's
+    time at 135 million parameters, and the peak is the same. Other C libraries have no such call.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_TRIM_THRESHOLD, -1)  # never
+        set_option(_M_MMAP_THRESHOLD, 1 << 28)  # a chunk of logits and less; newer versions alone take more than 32 MiB
+
+
 def parallelise(
     policy: Policy,
     world: World,
@@ -156,6 +172,8 @@ def parallelise(
     """
     if cpu_offload and world.size == 1 and world.device.type == "cpu":
         raise ConfigError("runtime.cpu_offload: one CPU rank has everything in host memory already; set it to false")
+    if world.device.type == "cpu":
+        keep_freed_memory()
     hf: Any = policy.hf
     if activation_checkpointing:
         # The reentrant form gives no gradients where a layer's input needs none: with LoRA, behind a frozen embedding.

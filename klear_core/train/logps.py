@@ -70,6 +70,7 @@ def fused_loss(
 ) -> HeadOutput:
     """Return the sum of a pointwise loss; its gradient forms in the same pass (6NHV operations; to recompute takes 8).
 
+    Products take inputs of the hidden states' dtype; the weight's gradient has the weight's.
     `need_entropy` computes the entropy (for a metric or the loss); otherwise `loss_fn` gets NaN in its place.
     `max_logits` bounds the logits held at once; None picks by device.
     """
@@ -175,12 +176,13 @@ class _HeadInputs(NamedTuple):
         # z = logits / temperature: dLoss/dlogits has a factor 1 / temperature, applied here to [C] instead of [C, V].
         dlogp_CJ = dlogp_CJ / self.temperature
         dentropy_C = None if dentropy_C is None else dentropy_C / self.temperature
-        kernels, dtype = head_kernels_on(z_CV.device.type), self.weight_VH.dtype
-        # In the weight's dtype, because both products below take inputs of one dtype.
+        kernels = head_kernels_on(z_CV.device.type)
+        # In the weight's dtype where products take inputs of one dtype; those of CPUs round what is float32.
+        dtype = z_CV.dtype if z_CV.device.type == "cpu" else self.weight_VH.dtype
         dz_CV = kernels.grad(z_CV, logps, self.tokens(chunk), dlogp_CJ, dentropy_C, dtype=dtype)
         # z = h W^T, so dLoss/dh = dz W and dLoss/dW = dz^T h; the first is complete after one chunk, the second a sum.
         if grads.hidden_NH is not None:
-            torch.mm(dz_CV, self.weight_VH, out=grads.hidden_NH[chunk])
+            set_product(grads.hidden_NH[chunk], dz_CV, self.weight_VH)
         if grads.weight_VH is not None:
             add_product(grads.weight_VH, dz_CV.T, self.hidden_NH[chunk])
 
@@ -198,7 +200,7 @@ class _FusedLoss(torch.autograd.Function):
         size: int,
     ):
         target_N, top_tokens = tokens
-        inputs = _HeadInputs(hidden_NH, weight_VH, target_N, top_tokens, temperature)
+        inputs = _HeadInputs(hidden_NH, weight_VH.to(hidden_NH.dtype), target_N, top_tokens, temperature)
         grads = inputs.grads(*ctx.needs_input_grad[:2])
         logp_N, entropy_N = inputs.nan_per_token(), inputs.nan_per_token()
         top_weighted_logp_N, loss = inputs.nan_per_token(), logp_N.new_zeros(())
@@ -247,7 +249,7 @@ class _TokenLogps(torch.autograd.Function):
         temperature: float,
         size: int,
     ):
-        inputs = _HeadInputs(hidden_NH, weight_VH, target_N, TopTokens.none(target_N), temperature)
+        inputs = _HeadInputs(hidden_NH, weight_VH.to(hidden_NH.dtype), target_N, TopTokens.none(target_N), temperature)
         logp_N, entropy_N = inputs.nan_per_token(), inputs.nan_per_token()
         # No gradient can be formed here: a token's derivative can depend on tokens of later chunks.
         for chunk in inputs.chunks(size):
@@ -260,7 +262,9 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogp_N: Tensor, dentropy_N: Tensor):  # type: ignore[no-untyped-def]
         hidden_NH, weight_VH, target_N, entropy_N = ctx.saved_tensors
-        inputs = _HeadInputs(hidden_NH, weight_VH, target_N, TopTokens.none(target_N), ctx.temperature)
+        inputs = _HeadInputs(
+            hidden_NH, weight_VH.to(hidden_NH.dtype), target_N, TopTokens.none(target_N), ctx.temperature
+        )
         grads = inputs.grads(*ctx.needs_input_grad[:2])
 
         # Logits are computed again: 2NHV more operations, but no [N, V] tensor is kept from forward.
@@ -317,10 +321,19 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b) if half is None else half(None, a, b)
 
 
+def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Set `out` to a @ b, rounded to its dtype once."""
+    half = None if a.is_cuda else _product_of(b)  # torch's own product is the fast one on GPUs
+    if half is None:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(half(None, a, b))
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to `total` in place; `total` may have a wider dtype than both."""
-    half = _product_of(a)
-    if total.dtype == a.dtype or half is None:
+    half = _product_of(b)
+    if half is None:
         torch.addmm(total, a, b, out=total)
     else:
         half(total, a, b)

@@ -24,6 +24,7 @@ from klear_core.mkl import choose_functions
 from klear_core.prompts import load_tokenizer
 from klear_core.train.balance import RowWork
 from klear_core.train.kernels import attention
+from klear_core.train.kernels.fused import fuse
 from klear_core.train.packing import MicroBatch
 from klear_core.types import TokenRow
 
@@ -61,10 +62,9 @@ class Policy(nn.Module):
         ).last_hidden_state
         made_progress("layers of a micro-batch")
         # Select first, so that the head computes logits for loss tokens only.
-        hidden_NH, weight_VH = hidden_1TH[0, micro.predictor_N], hf.get_output_embeddings().weight
-        if self._has_half_products:
-            hidden_NH, weight_VH = hidden_NH.bfloat16(), weight_VH.bfloat16()
-        return head(hidden_NH, weight_VH)
+        hidden_NH = hidden_1TH[0, micro.predictor_N]
+        # By the dtype of the hidden states the head knows that its products are to be in bfloat16, too.
+        return head(hidden_NH.bfloat16() if self._has_half_products else hidden_NH, hf.get_output_embeddings().weight)
 
     def multiply_in_half(self) -> None:
         """Compute all products of weights in bfloat16 from now on, with float32 weights, activations and sums."""
@@ -89,8 +89,6 @@ def load_model(
     bf16 updates at a learning rate of 1e-6 would be lost. With `adapters` only these train, and `dtype` is that of the
     frozen weights.
     """
-    from klear_core.train.kernels.fused import fuse  # imports a model of transformers, which is slow
-
     check_architecture(folder)
     hf = _read(folder, torch.device(device), DTYPES[dtype])
     if getattr(hf.get_output_embeddings(), "bias", None) is not None:

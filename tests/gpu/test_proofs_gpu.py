@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 SIZES = ModelSizes(
-    hidden=1024, intermediate=3072, num_heads=16, num_kv_heads=8, head_dim=128, vocab=151_936, is_qwen3=True
+    hidden=1024, intermediate=3072, num_heads=16, num_kv_heads=8, head_dim=128, vocab=151_936, model_type="qwen3"
 )
 HERE = Conditions(device=torch.device("cuda", 0), dtype=torch.bfloat16, sizes=SIZES)
 

@@ -48,8 +48,8 @@ class ModelSizes:
     num_kv_heads: int
     head_dim: int
     vocab: int
-    is_qwen3: bool
-    """Whether the model's norms, rotations and gates have fast paths."""
+    model_type: str
+    """The family, by which norms, rotations and gates have fast paths; Qwen3 alone has norms in its rotations."""
     has_window: bool = False
     """Whether layers attend within a sliding window."""
 
@@ -65,7 +65,7 @@ class ModelSizes:
             num_kv_heads=math.lcm(num_kv_heads, context_parallel) // context_parallel,
             head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
             vocab=config.vocab_size,
-            is_qwen3=config.model_type == "qwen3",
+            model_type=config.model_type,
             has_window=bool(config.use_sliding_window) or "sliding_attention" in (config.layer_types or ()),
         )
 
@@ -99,7 +99,7 @@ def is_used(name: str, sizes: ModelSizes, device: torch.device, dtype: torch.dty
     if name == attention.COMPILED_C:
         return dtype == torch.float32 and attention.fits_head_dim(sizes.head_dim)
     if part in fused.PARTS:
-        return sizes.is_qwen3 and (kind == "cuda" or dtype == torch.float32)
+        return sizes.model_type in fused.FAMILIES[kind] and (kind == "cuda" or dtype == torch.float32)
     return dtype in HALF if part in ("attention", "products") else True
 
 
@@ -186,14 +186,21 @@ def _rotate(run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dtyp
 
         # Angles as defaults: each trial keeps those of its own length.
         def fast(*x: Tensor, cos: Tensor = cos_1TD, sin: Tensor = sin_1TD) -> Outputs:
-            return tuple(run(*x, cos, sin, _EPS))
+            qkv, weights = x[:3], x[3:] or (None, None)
+            if device.type == "cuda":
+                return (*run(*qkv[:2], *weights, cos, sin, _EPS), qkv[2])
+            # The C function takes them side by side.
+            return tuple(run(torch.cat(qkv, dim=2), sizes.num_kv_heads, *weights, cos, sin, _EPS))
 
-        def plain(q: Tensor, k: Tensor, *w: Tensor, cos: Tensor = cos_1TD, sin: Tensor = sin_1TD) -> Outputs:
-            normed = _rms_norm(q, w[0]), _rms_norm(k, w[1])
-            return tuple(apply_rotary_pos_emb(*normed, cos.to(q.dtype), sin.to(q.dtype), unsqueeze_dim=2))
+        def plain(*x: Tensor, cos: Tensor = cos_1TD, sin: Tensor = sin_1TD) -> Outputs:
+            q, k, v, *weights = x
+            if weights:
+                q, k = _rms_norm(q, weights[0]), _rms_norm(k, weights[1])
+            return (*apply_rotary_pos_emb(q, k, cos.to(q.dtype), sin.to(q.dtype), unsqueeze_dim=2), v)
 
-        heads = [(1, length, n, head_dim) for n in (sizes.num_heads, sizes.num_kv_heads)]
-        yield Trial(leaves=_draw(device, dtype, *heads, (head_dim,), (head_dim,)), fast=fast, plain=plain)
+        heads = [(1, length, n, head_dim) for n in (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)]
+        norms = [(head_dim,)] * 2 if sizes.model_type == "qwen3" else []
+        yield Trial(leaves=_draw(device, dtype, *heads, *norms), fast=fast, plain=plain)
 
 
 def _head(_run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
@@ -229,7 +236,9 @@ def _products(run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dt
     total_32 = torch.ones(96, sizes.hidden, device=device)
 
     def fast(a: Tensor, b: Tensor) -> Outputs:
-        return run(None, a, b), run(total_32.clone(), a, b)
+        # On CPUs operands may be float32 and are rounded, which these numbers do not need.
+        wide = (a.float(), b.float()) if device.type == "cpu" else (a, b)
+        return run(None, a, b), run(total_32.clone(), *wide)
 
     def plain(a: Tensor, b: Tensor) -> Outputs:
         return a @ b, total_32 + a @ b

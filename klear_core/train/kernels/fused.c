@@ -52,38 +52,50 @@ void norm_backward(int64_t N, int64_t C, const float *dy, const float *x, const 
             norm_gradient(dy + n * C, x + n * C, weight, C, eps, dx + n * C, dweight + part * C);
 }
 
-// Normalise each head, then rotate it by the token's angles cosine[N][D], sine[N][D]. x and y are [N][heads][D].
-void rotate_forward(int64_t N, int64_t heads, const float *x, const float *weight, const float *cosine, const float *sine, float eps, float *y) {
+// Normalise each head unless weight is NULL, then rotate it by the token's angles cosine[N][D], sine[N][D]. Tokens of x are
+// `to_token` numbers apart, y is [N][heads][D].
+void rotate_forward(int64_t N, int64_t heads, int64_t to_token, const float *x, const float *weight, const float *cosine,
+                    const float *sine, float eps, float *y) {
 #pragma omp parallel for schedule(static) if (N * heads * HEAD_DIM > 32768)
     for (int64_t n = 0; n < N; n++)
         for (int64_t h = 0; h < heads; h++) {
-            const float *restrict row = x + (n * heads + h) * HEAD_DIM, scale = scale_of(row, HEAD_DIM, eps);
+            const float *restrict row = x + n * to_token + h * HEAD_DIM;
             const float *restrict c = cosine + n * HEAD_DIM, *restrict s = sine + n * HEAD_DIM;
-            float *restrict out = y + (n * heads + h) * HEAD_DIM;
+            float *restrict out = y + (n * heads + h) * HEAD_DIM, normed[HEAD_DIM];
+            if (weight) {
+                const float scale = scale_of(row, HEAD_DIM, eps);
+#pragma omp simd
+                for (int d = 0; d < HEAD_DIM; d++) normed[d] = row[d] * scale * weight[d];
+            } else
+                memcpy(normed, row, sizeof normed);
 #pragma omp simd
             for (int d = 0; d < HALF; d++) {
-                const float a = row[d] * scale * weight[d], b = row[d + HALF] * scale * weight[d + HALF];
-                out[d] = a * c[d] - b * s[d];
-                out[d + HALF] = b * c[d + HALF] + a * s[d + HALF];
+                out[d] = normed[d] * c[d] - normed[d + HALF] * s[d];
+                out[d + HALF] = normed[d + HALF] * c[d + HALF] + normed[d] * s[d + HALF];
             }
         }
 }
 
-void rotate_backward(int64_t N, int64_t heads, const float *dy, const float *x, const float *weight, const float *cosine, const float *sine,
-                   float eps, float *dx, float *dweight) {
+// dy is [N][heads][D]; tokens of x and dx are `to_token` numbers apart. Without a weight, x and dweight are not used.
+void rotate_backward(int64_t N, int64_t heads, int64_t to_token, const float *dy, const float *x, const float *weight, const float *cosine,
+                     const float *sine, float eps, float *dx, float *dweight) {
 #pragma omp parallel for schedule(static) if (N * heads * HEAD_DIM > 32768)
     for (int64_t part = 0; part < (N + PART - 1) / PART; part++)
         for (int64_t n = part * PART; n < N && n < (part + 1) * PART; n++)
             for (int64_t h = 0; h < heads; h++) {
-                const int64_t at = (n * heads + h) * HEAD_DIM;
-                const float *restrict g = dy + at, *restrict c = cosine + n * HEAD_DIM, *restrict s = sine + n * HEAD_DIM;
+                const float *restrict g = dy + (n * heads + h) * HEAD_DIM;
+                const float *restrict c = cosine + n * HEAD_DIM, *restrict s = sine + n * HEAD_DIM;
+                const int64_t at = n * to_token + h * HEAD_DIM;
                 float back[HEAD_DIM]; // gradient by the normalised head: the transposed rotation, so sine changes its sign
 #pragma omp simd
                 for (int d = 0; d < HALF; d++) {
                     back[d] = g[d] * c[d] + g[d + HALF] * s[d + HALF];
                     back[d + HALF] = g[d + HALF] * c[d + HALF] - g[d] * s[d];
                 }
-                norm_gradient(back, x + at, weight, HEAD_DIM, eps, dx + at, dweight + part * HEAD_DIM);
+                if (weight)
+                    norm_gradient(back, x + at, weight, HEAD_DIM, eps, dx + at, dweight + part * HEAD_DIM);
+                else
+                    memcpy(dx + at, back, sizeof back);
             }
 }
 

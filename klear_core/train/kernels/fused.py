@@ -1,7 +1,7 @@
-"""Compute the norms, rotations and gates of a Qwen3 in one compiled pass each, forward and backward.
+"""Compute the norms, rotations and gates of a model in one compiled pass each, forward and backward.
 
-transformers' operations take five to ten passes each. There are passes for float32 on CPU, in C, and for CUDA, by
-torch.compile. All other dtypes and devices, and models that are no plain Qwen3, use transformers' operations.
+transformers' operations take five to ten passes each. There are passes for float32 on CPU, in C, for Llama, Qwen2 and
+Qwen3, and for CUDA, by torch.compile, for Qwen3. All other dtypes, devices and models use transformers' operations.
 Axis letters: B rows, T tokens, H heads, D head size.
 """
 
@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd import Function
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
 from klear_core.native import call, compile_c
-from klear_core.train.kernels import attention, registry
+from klear_core.train.kernels import attention, half_linear, registry
 from klear_core.train.kernels.registry import Backend, Compiled
 
 # ---- fused cuda ----
@@ -83,55 +82,91 @@ _PART = 256
 """Rows per partial sum; must equal PART in the C source."""
 
 
-def fuse(hf: nn.Module) -> None:
-    """Make the modules of a transformers Qwen3 use the compiled passes; leave other models unchanged."""
-    # The exact type, because a subclass, such as another model's attention, may compute something else.
-    if not any(type(m) is Qwen3Attention for m in hf.modules()):
+FAMILIES = {"cpu": ("llama", "qwen2", "qwen3"), "cuda": ("qwen3",)}
+"""Values of `model_type` with passes on a device."""
+
+
+def fuse(hf: Any) -> None:
+    """Make the modules of a model of transformers use the compiled passes; leave other families unchanged."""
+    family = hf.config.model_type
+    if family not in FAMILIES["cpu"]:
         return
     for module in hf.modules():
-        fused = _FUSED.get(type(module))
-        if fused is not None:
-            # Replace the class rather than the bound method, so that copies and shards of the model keep working.
-            module.__class__ = fused
+        kind: Any = type(module)
+        # The exact class, because a subclass, such as another model's attention, may compute something else.
+        if kind.__module__ == f"transformers.models.{family}.modeling_{family}":
+            part = _PARTS.get(kind.__name__.removeprefix(family.capitalize()))
+            if part is not None:
+                # Replace the class rather than the bound method, so that copies and shards of the model keep working.
+                module.__class__ = _fused_class(part, kind, has_cuda=family in FAMILIES["cuda"])
 
 
-class _Norm(Qwen3RMSNorm):  # type: ignore[misc]
+@cache
+def _fused_class(part: type[_Fused], kind: type[nn.Module], *, has_cuda: bool) -> type[nn.Module]:
+    return type(kind.__name__, (part, kind), {"__module__": __name__, "has_cuda": has_cuda})
+
+
+class _Fused(nn.Module):
+    has_cuda: bool
+    """Whether its family has passes for CUDA."""
+
+    def find(self, part: str, x: Tensor, weight: Tensor, head_dim: int | None = None) -> registry.Run | None:
+        """Return the compiled pass for such tensors, if there is one."""
+        fits = self.has_cuda if x.is_cuda else _fits(x, weight, head_dim)
+        return registry.on_device(part, x) if fits else None
+
+
+# The attributes that are named below are those of transformers' classes.
+class _Norm(_Fused):
+    weight: nn.Parameter
+    variance_epsilon: float
+
     def forward(self, x: Tensor) -> Tensor:
-        norm = registry.on_device("norm", x)
-        if norm is None or not (x.is_cuda or _fits(x, self.weight)):
+        norm = self.find("norm", x, self.weight)
+        if norm is None:
             return super().forward(x)  # type: ignore[no-any-return]
         return norm(x, self.weight, self.variance_epsilon)  # type: ignore[no-any-return]
 
 
-class _Mlp(Qwen3MLP):  # type: ignore[misc]
+class _Mlp(_Fused):
+    config: Any
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
     def forward(self, x: Tensor) -> Tensor:
-        gate = registry.on_device("gate", x) if self.config.hidden_act == "silu" else None
-        if gate is not None and x.is_cuda:
+        gate = self.find("gate", x, self.gate_proj.weight) if self.config.hidden_act == "silu" else None
+        if gate is None:
+            return super().forward(x)  # type: ignore[no-any-return]
+        if x.is_cuda:
             return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
-        if gate is not None and _fits(x, self.gate_proj.weight):
-            gate_up = _project(x, self.gate_proj, self.up_proj)
-            return self.down_proj(gate(gate_up))  # type: ignore[no-any-return]
-        return super().forward(x)  # type: ignore[no-any-return]
+        return self.down_proj(gate(_project(x, self.gate_proj, self.up_proj)))  # type: ignore[no-any-return]
 
 
-class _FusedAttention(Qwen3Attention):  # type: ignore[misc]
+class _Attention(_Fused):
+    head_dim: int
+    scaling: float
+    attention_dropout: float
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: Any
+    k_norm: Any
+
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *others: Any, **named: Any
     ) -> tuple[Tensor, None]:
-        rotate = registry.on_device("rotate", hidden_states)
+        rotate = self.find("rotate", hidden_states, self.q_proj.weight, self.head_dim)
         if rotate is None:
-            return super().forward(hidden_states, position_embeddings, **others)  # type: ignore[no-any-return]
-        if hidden_states.is_cuda:
-            qkv = self._on_cuda(rotate, hidden_states, *position_embeddings)
-        elif _fits(hidden_states, self.q_norm.weight, self.head_dim) and self.q_proj.bias is None:
-            qkv = self._on_cpu(rotate, hidden_states, *position_embeddings)
-        else:
-            return super().forward(hidden_states, position_embeddings, **others)  # type: ignore[no-any-return]
+            return super().forward(hidden_states, position_embeddings, *others, **named)  # type: ignore[no-any-return]
+        heads = self._on_cuda if hidden_states.is_cuda else self._on_cpu
         # [B, T, H, D] -> [B, H, T, D], as transformers calls its attention functions.
-        heads_first = (x.transpose(1, 2) for x in qkv)
+        heads_first = (x.transpose(1, 2) for x in heads(rotate, hidden_states, *position_embeddings))
         dropout = self.attention_dropout if self.training else 0.0  # passed on only to be refused if it is not 0
+        window = getattr(self, "sliding_window", None)  # a Llama has none
         out, _ = attention.attend(
-            self, *heads_first, scaling=self.scaling, dropout=dropout, sliding_window=self.sliding_window, **others
+            self, *heads_first, scaling=self.scaling, dropout=dropout, sliding_window=window, **named
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
@@ -144,16 +179,17 @@ class _FusedAttention(Qwen3Attention):  # type: ignore[misc]
     def _on_cpu(self, rotate: registry.Run, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
         # transformers gives one table of angles for all rows; the C code reads one per token.
         angles = tuple(a.expand(*x.shape[:2], -1).contiguous() for a in angles)
+        # Heads of queries, keys and values lie side by side, in the order of the projections.
         qkv_BTHD = _project(x, self.q_proj, self.k_proj, self.v_proj).view(*x.shape[:-1], -1, self.head_dim)
         num_kv_heads = self.k_proj.out_features // self.head_dim
-        # Heads of queries, keys and values lie side by side, in the order of the projections above.
-        sizes = [qkv_BTHD.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
-        q_BTHD, k_BTHD, v_BTHD = torch.split(qkv_BTHD, sizes, dim=2)
-        eps = self.q_norm.variance_epsilon
-        return *rotate(q_BTHD, k_BTHD, self.q_norm.weight, self.k_norm.weight, *angles, eps), v_BTHD
+        norms = [getattr(self, name, None) for name in ("q_norm", "k_norm")]  # Qwen3's alone
+        weights = [None if norm is None else norm.weight for norm in norms]
+        eps = 0.0 if norms[0] is None else norms[0].variance_epsilon
+        return rotate(qkv_BTHD, num_kv_heads, *weights, *angles, eps)  # type: ignore[no-any-return]
 
 
-_FUSED: dict[type[nn.Module], type[nn.Module]] = {Qwen3RMSNorm: _Norm, Qwen3MLP: _Mlp, Qwen3Attention: _FusedAttention}
+_PARTS = {"RMSNorm": _Norm, "MLP": _Mlp, "Attention": _Attention}
+"""What is fused, by the end of its class's name."""
 
 
 def _project(x: Tensor, *projections: nn.Linear) -> Tensor:
@@ -162,9 +198,14 @@ def _project(x: Tensor, *projections: nn.Linear) -> Tensor:
     One wide product is faster than narrow ones, and its gradient for x needs no sum. A layer with a LoRA adapter is
     more than its weight, so it is called.
     """
-    if any(type(p) is not nn.Linear for p in projections):  # also a layer that multiplies in bfloat16
+    if half_linear.are_halved(projections):
+        return half_linear.linear(x, *projections)
+    if any(type(p) is not nn.Linear for p in projections):
         return torch.cat([p(x) for p in projections], dim=-1)
-    return F.linear(x, torch.cat([p.weight for p in projections]))
+    biases = [p.bias for p in projections]
+    return F.linear(
+        x, torch.cat([p.weight for p in projections]), None if biases[0] is None else torch.cat(list(biases))
+    )
 
 
 def _fits(x: Tensor, weight: Tensor, head_dim: int | None = None) -> bool:
@@ -197,27 +238,60 @@ class _NormPass(Function):
 
 
 class _RotatePass(Function):
-    """Normalise each head, then rotate it by the token's angles (RoPE)."""
+    """Normalise each head of queries and keys if there are weights, then rotate it by the token's angles (RoPE).
+
+    Queries, keys and values come side by side; they are returned one by one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_BTHD: Tensor, weight: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, eps: float) -> Tensor:
-        x_BTHD, y_BTHD = x_BTHD.contiguous(), torch.empty(x_BTHD.shape)
-        ctx.save_for_backward(x_BTHD, weight, cos_BTD, sin_BTD)
-        ctx.eps = eps
-        num_tokens, num_heads = x_BTHD.shape[:2].numel(), x_BTHD.shape[2]
-        arguments = (num_tokens, num_heads, x_BTHD, weight, cos_BTD, sin_BTD, eps)
-        _call("rotate_forward", *arguments, y_BTHD, head_dim=len(weight))
-        return y_BTHD
+    def forward(
+        ctx: Any,
+        qkv_BTHD: Tensor,
+        num_kv_heads: int,
+        q_weight_D: Tensor | None,
+        k_weight_D: Tensor | None,
+        cos_BTD: Tensor,
+        sin_BTD: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, ...]:
+        qkv_BTHD = qkv_BTHD.contiguous()  # C gets bare pointers
+        ctx.num_kv_heads, ctx.eps, ctx.shape = num_kv_heads, eps, qkv_BTHD.shape
+        # Rotations are undone without what they rotated.
+        ctx.save_for_backward(None if q_weight_D is None else qkv_BTHD, q_weight_D, k_weight_D, cos_BTD, sin_BTD)
+        q_BTKD, k_BTGD, v_BTGD = _heads(qkv_BTHD, num_kv_heads)
+        rotated = [torch.empty(q_BTKD.shape), torch.empty(k_BTGD.shape)]
+        for x, weight_D, y in zip((q_BTKD, k_BTGD), (q_weight_D, k_weight_D), rotated, strict=True):
+            arguments = (*_sizes(x), x, weight_D, cos_BTD, sin_BTD, eps)
+            _call("rotate_forward", *arguments, y, head_dim=x.shape[-1])
+        return *rotated, v_BTGD.contiguous()
 
     @staticmethod
-    def backward(ctx: Any, dy_BTHD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        x_BTHD, weight, cos_BTD, sin_BTD = ctx.saved_tensors
-        num_tokens, dx_BTHD = x_BTHD.shape[:2].numel(), torch.empty_like(x_BTHD)
-        # All heads of a token share the weight [D], so a part sums over the heads of its tokens, too.
-        parts = torch.zeros(-(-num_tokens // _PART), len(weight))
-        arguments = (num_tokens, x_BTHD.shape[2], dy_BTHD.contiguous(), x_BTHD, weight, cos_BTD, sin_BTD, ctx.eps)
-        _call("rotate_backward", *arguments, dx_BTHD, parts, head_dim=len(weight))
-        return dx_BTHD, parts.sum(0), None, None, None  # angles are constants
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved_BTHD, *weights, cos_BTD, sin_BTD = ctx.saved_tensors
+        dqkv_BTHD = torch.empty(ctx.shape)
+        # Without norms the values are not read.
+        x_BTHD = dqkv_BTHD if saved_BTHD is None else saved_BTHD
+        dx, x = _heads(dqkv_BTHD, ctx.num_kv_heads), _heads(x_BTHD, ctx.num_kv_heads)
+        dx[2].copy_(grads[2])
+        dweights: list[Tensor | None] = []
+        for i, weight_D in enumerate(weights):
+            # All heads of a token share the weight [D], so a part sums over the heads of its tokens, too.
+            num_parts = -(-dx[i].shape[:2].numel() // _PART)
+            parts = None if weight_D is None else torch.zeros(num_parts, len(weight_D))
+            arguments = (*_sizes(dx[i]), grads[i].contiguous(), x[i], weight_D, cos_BTD, sin_BTD, ctx.eps, dx[i], parts)
+            _call("rotate_backward", *arguments, head_dim=ctx.shape[-1])
+            dweights.append(None if parts is None else parts.sum(0))
+        return dqkv_BTHD, None, *dweights, None, None, None  # angles are constants
+
+
+def _heads(qkv_BTHD: Tensor, num_kv_heads: int) -> tuple[Tensor, ...]:
+    """Return the views of queries, keys and values."""
+    return torch.split(qkv_BTHD, [qkv_BTHD.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
+
+
+def _sizes(x_BTHD: Tensor) -> tuple[int, int, int]:
+    """Return the number of tokens, of heads, and the distance between tokens."""
+    return x_BTHD.shape[:2].numel(), x_BTHD.shape[2], x_BTHD.stride(1)
 
 
 class _GatePass(Function):
@@ -244,8 +318,8 @@ class _GatePass(Function):
 _SIGNATURES = {
     "norm_forward": "llppfp",
     "norm_backward": "llpppfpp",
-    "rotate_forward": "llppppfp",
-    "rotate_backward": "llpppppfpp",
+    "rotate_forward": "lllppppfp",
+    "rotate_backward": "lllpppppfpp",
     "gate_forward": "llpp",
     "gate_backward": "llppp",
 }
@@ -257,15 +331,8 @@ def _library(head_dim: int) -> ctypes.CDLL | None:
     return compile_c(_SOURCE, {"HEAD_DIM": head_dim}, _SIGNATURES)
 
 
-def _call(name: str, *arguments: Tensor | float, head_dim: int = _ANY_HEAD_DIM) -> None:
+def _call(name: str, *arguments: Tensor | float | None, head_dim: int = _ANY_HEAD_DIM) -> None:
     call(_library(head_dim), name, *arguments)
-
-
-def _rotate_cpu(
-    q_BTKD: Tensor, k_BTGD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    queries, keys = (q_BTKD, q_weight_D, cos_BTD, sin_BTD, eps), (k_BTGD, k_weight_D, cos_BTD, sin_BTD, eps)
-    return _RotatePass.apply(*queries), _RotatePass.apply(*keys)  # type: ignore[no-untyped-call]
 
 
 def _norm_cuda(*arguments: Any) -> Tensor:
@@ -291,7 +358,7 @@ def has_library(head_dim: int = _ANY_HEAD_DIM) -> bool:
 
 registry.provide("norm/cpu", _NormPass.apply)
 registry.provide("gate/cpu", _GatePass.apply)
-registry.provide("rotate/cpu", _rotate_cpu)
+registry.provide("rotate/cpu", _RotatePass.apply)
 registry.provide("norm/cuda", _norm_cuda)
 registry.provide("gate/cuda", _gate_cuda)
 registry.provide("rotate/cuda", _rotate_cuda)

@@ -6,8 +6,10 @@ Axis letters: N tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -29,32 +31,50 @@ def halve_products(model: nn.Module) -> None:
 
 class _HalfLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self)
 
 
-def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias in float32."""
-    run = registry.in_use(PRODUCTS)
+def are_halved(layers: Sequence[nn.Module]) -> bool:
+    """Return whether all are plain linear layers that multiply in bfloat16, without adapters."""
+    return all(type(layer) is _HalfLinear for layer in layers)
+
+
+def linear(x: Tensor, *layers: nn.Linear) -> Tensor:
+    """Return the float32 outputs of all layers side by side, as one product."""
+    run, weights = registry.in_use(PRODUCTS), [layer.weight for layer in layers]
+    bias_O = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
     if run is None or not products.instructions():
-        return F.linear(x, weight_OI, bias_O)
-    y = _HalfProducts.apply(x, weight_OI, run)  # type: ignore[no-untyped-call]
+        return F.linear(x, torch.cat(weights), bias_O)
+    y = _HalfProducts.apply(x, run, *weights)  # type: ignore[no-untyped-call]
     return y if bias_O is None else y + bias_O  # type: ignore[no-any-return]
 
 
 class _HalfProducts(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, run: registry.Run) -> Tensor:
-        x_NI, half_OI = x.reshape(-1, x.shape[-1]).bfloat16(), weight_OI.bfloat16()
+    def forward(ctx: Any, x: Tensor, run: registry.Run, *weights: Tensor) -> Tensor:
+        x_NI = x.reshape(-1, x.shape[-1]).bfloat16()
         ctx.run = run
-        # The weight is kept in float32, which its owner holds anyway.
-        ctx.save_for_backward(x_NI, weight_OI)
-        return run(None, x_NI, half_OI.T).view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+        # The weights are kept in float32, which their owner holds anyway.
+        ctx.save_for_backward(x_NI, *weights)
+        return run(None, x_NI, _joined(weights).T).view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_NI, weight_OI = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        dy_NO = dy.reshape(-1, dy.shape[-1]).bfloat16()
-        dx = ctx.run(None, dy_NO, weight_OI.bfloat16()).view(*dy.shape[:-1], -1) if needs_x else None
-        dweight_OI = ctx.run(None, dy_NO.T, x_NI) if needs_weight else None
-        return dx, dweight_OI, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, *weights = ctx.saved_tensors
+        needs_x, _, *needs_weights = ctx.needs_input_grad
+        dy_NO = dy.reshape(-1, dy.shape[-1])  # products round it
+        dx = ctx.run(None, dy_NO, _joined(weights)).view(*dy.shape[:-1], -1) if needs_x else None
+        dweights: Sequence[Tensor | None] = [None] * len(weights)
+        if any(needs_weights):
+            dweights = ctx.run(None, dy_NO.T, x_NI).split([len(weight) for weight in weights])
+        return dx, None, *dweights
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights as one: a single one as it is, several in bfloat16, to which products round them anyway."""
+    if len(weights) == 1:
+        return weights[0]
+    half_OI = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1], dtype=torch.bfloat16)
+    for part, weight in zip(torch.split(half_OI, [len(weight) for weight in weights]), weights, strict=True):
+        part.copy_(weight)
+    return half_OI

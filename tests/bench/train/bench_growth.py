@@ -154,8 +154,7 @@ def _learning(folder: Path, dtype: Dtype) -> Cost:
         updater.update(batch, sft_heads(batch.micro_batches, rows, "token"), step=step)
         seconds.append(time.process_time() - started)
     tokens = TRAIN_ROWS * TRAIN_LEN
-    flop = 6 * (tokens * flops.layer_params + TRAIN_ROWS * (TRAIN_LEN - PROMPT_LEN) * flops.head_params)
-    return _cost(tokens, min(seconds[1:]), flop, dtype)
+    return _cost(tokens, min(seconds[1:]), flops.step(rows), dtype)
 
 
 if __name__ == "__main__":

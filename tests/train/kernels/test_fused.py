@@ -1,11 +1,22 @@
-"""The compiled passes of a Qwen3 under training against transformers' own operations."""
+"""The compiled passes of a model under training against transformers' own operations."""
 
 import copy
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from klear_core.native import compile_c
 from klear_core.train.kernels import attention, fused
@@ -19,9 +30,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def model(*, head_dim: int = 16) -> Qwen3ForCausalLM:
+FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[str, bool]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama with biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+}
+
+
+def model(family: str = "qwen3", *, head_dim: int = 16) -> PreTrainedModel:
     attention.register()
-    config = Qwen3Config(
+    model_class, config_class, own = FAMILIES[family]
+    config = config_class(
         vocab_size=50,
         hidden_size=40,
         intermediate_size=72,
@@ -30,9 +50,10 @@ def model(*, head_dim: int = 16) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=head_dim,
         attn_implementation=attention.NAME,
+        **own,
     )
     torch.manual_seed(0)
-    hf = Qwen3ForCausalLM(config).train()
+    hf = model_class(config).train()
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
             parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(std=0.3)
@@ -60,7 +81,7 @@ def micro_batch() -> MicroBatch:
     return micro
 
 
-def hidden_and_gradients(hf: Qwen3ForCausalLM) -> dict[str, Tensor]:
+def hidden_and_gradients(hf: PreTrainedModel) -> dict[str, Tensor]:
     """The hidden states of all loss tokens, and the gradient of a weighted sum of them by every parameter of the layers."""
     hidden_NH = Policy(hf)(micro_batch(), lambda hidden_NH, _weight: hidden_NH)
     weights = torch.randn(hidden_NH.shape, generator=torch.Generator().manual_seed(1))
@@ -70,11 +91,14 @@ def hidden_and_gradients(hf: Qwen3ForCausalLM) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("head_dim", [8, 16])
-def test_hidden_states_and_all_gradients_are_those_of_transformers(head_dim: int) -> None:
-    plain = model(head_dim=head_dim)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_and_all_gradients_are_those_of_transformers(family: str, head_dim: int) -> None:
+    plain = model(family, head_dim=head_dim)
     compiled = copy.deepcopy(plain)
     fused.fuse(compiled)
-    assert "fused" in type(compiled.model.norm).__module__
+    layer = compiled.model.layers[0]
+    for part in (compiled.model.norm, layer.input_layernorm, layer.mlp, layer.self_attn):
+        assert type(part).__module__ == fused.__name__
     expected, found = hidden_and_gradients(plain), hidden_and_gradients(compiled)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -115,8 +139,8 @@ def test_other_number_types_go_through_transformers() -> None:
 
 
 def test_another_model_is_left_as_it_is() -> None:
-    other = LlamaForCausalLM(
-        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    other = MistralForCausalLM(
+        MistralConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     )
     fused.fuse(other)
     assert {type(m).__module__ for m in other.modules()}.isdisjoint({fused.__name__})

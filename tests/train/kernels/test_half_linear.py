@@ -25,9 +25,14 @@ def test_outputs_and_gradients_lose_what_bfloat16_inputs_lose_and_are_float32():
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(2, 37, 50, generator=g), torch.randn(70, 50, generator=g)
     b, dy = torch.randn(70, generator=g), torch.randn(2, 37, 70, generator=g)
-    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
-    exact = [t.double().requires_grad_() for t in (x, w, b)]
-    y, wanted = linear(*leaves), nn.functional.linear(*exact)
+    layers = nn.Linear(50, 30), nn.Linear(50, 40)  # two layers are one product
+    with torch.no_grad():
+        for layer, weight, bias in zip(layers, w.split([30, 40]), b.split([30, 40]), strict=True):
+            layer.weight.copy_(weight), layer.bias.copy_(bias)
+    leaves = [x.clone().requires_grad_(), *(p for layer in layers for p in layer.parameters())]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    y = linear(leaves[0], *layers)
+    wanted = torch.cat([nn.functional.linear(exact[0], *exact[i : i + 2]) for i in (1, 3)], dim=-1)
     found, grads = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(wanted, exact, dy.double())
     for a, e in zip((y, *found), (wanted, *grads), strict=True):
         assert a.dtype == torch.float32

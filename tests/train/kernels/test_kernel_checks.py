@@ -184,9 +184,17 @@ def test_a_kernel_that_ends_its_process_costs_that_path_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device, on which another process can start")
 def test_where_no_other_process_can_start_paths_are_tried_in_this_one(caplog: pytest.LogCaptureFixture) -> None:
-    no_gpu = replace(HERE, device=torch.device("cuda", 0), sizes=replace(SIZES, is_qwen3=False))
+    no_gpu = replace(HERE, device=torch.device("cuda", 0), sizes=replace(SIZES, model_type="llama"))
     assert verdicts(prove_in_process(no_gpu)) == {"head/cuda": "crashed"}
     assert "fast paths are tried in the stage's own process" in caplog.text
+
+
+@needs_compiler
+def test_rotations_without_norms_are_tried_as_a_llama_uses_them() -> None:
+    llama = replace(HERE, sizes=replace(SIZES, model_type="llama"))
+    assert verdicts(prove(llama)) == dict.fromkeys(ON_CPU, "agrees")
+    with registry.replaced(broken.with_fault("rotate/cpu", broken.wrong_by_a_factor)):
+        assert verdicts(prove(llama)) == dict.fromkeys(ON_CPU, "agrees") | {"rotate/cpu": "disagrees"}
 
 
 def test_a_path_is_tried_only_where_it_would_be_used() -> None:
@@ -194,7 +202,10 @@ def test_a_path_is_tried_only_where_it_would_be_used() -> None:
     assert [n for n in registry.provided() if is_used(n, SIZES, CPU, half)] == ["products/cpu"]
     assert {n for n in registry.provided() if is_used(n, SIZES, CPU, single)} == set(ON_CPU)
     assert not is_used("attention/cpu", replace(SIZES, head_dim=24), CPU, single)
-    assert not is_used("norm/cuda", replace(SIZES, is_qwen3=False), gpu, half)
+    llama, mistral = (replace(SIZES, model_type=name) for name in ("llama", "mistral"))
+    assert {n for n in registry.provided() if is_used(n, llama, CPU, single)} == set(ON_CPU)
+    assert not is_used("norm/cuda", llama, gpu, half)
+    assert not is_used("norm/cpu", mistral, CPU, single)
     assert Conditions(device=gpu, dtype=half, sizes=SIZES).names() == [
         "products/cuda",
         "attention/cuda/varlen_attn",
