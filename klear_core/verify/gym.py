@@ -76,7 +76,8 @@ def num_levels(task: str) -> int:
     """Return the number of levels of a task's curriculum; 0 if it has none."""
     if task not in _library().factory.CURRICULA:
         return 0
-    return max(len(attribute.levels) for attribute in _curriculum(task).attributes.values())
+    curriculum = _library().factory.create_curriculum(task)
+    return max(len(attribute.levels) for attribute in curriculum.attributes.values())
 
 
 def _at_level(task: str, level: int, *, seed: int, size: int) -> Any:
@@ -86,15 +87,11 @@ def _at_level(task: str, level: int, *, seed: int, size: int) -> Any:
         raise ConfigError(f"levels: task {task!r} has {has}, and not {level}")
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
 
-    curriculum = _curriculum(task)
+    curriculum = _library().factory.create_curriculum(task)
     curriculum.set_global_level(level)
     # By default a level contains all lower ones, which would make it no measure of difficulty.
     highest = DefaultCurriculumContext(mode=RangeAttributeMode.UPPER_BOUND)
     return curriculum.generate_configuration({"seed": seed, "size": size}, context=highest)
-
-
-def _curriculum(task: str) -> Any:
-    return _library().factory.create_curriculum(task)
 
 
 @functools.cache

@@ -92,13 +92,10 @@ def _compare(task: MathTask) -> Verdict:
     for pairs in _parsed_alternatives(task):
         is_answer_readable |= all(answer for _, answer in pairs)
         if all(gold and answer and _are_equal(gold, answer, digits) for gold, answer in pairs):
-            return _scored(task, "equals the reference, by algebra", 1.0)
+            detail = f"answer {task.answer} equals the reference, by algebra"
+            return Verdict(outcome=Outcome.SCORED, score=1.0, detail=detail)
     found = "does not equal the reference, by algebra" if is_answer_readable else "cannot be read as math"
-    return _scored(task, found, 0.0)
-
-
-def _scored(task: MathTask, found: str, score: float) -> Verdict:
-    return Verdict(outcome=Outcome.SCORED, score=score, detail=f"answer {task.answer} {found}")
+    return Verdict(outcome=Outcome.SCORED, score=0.0, detail=f"answer {task.answer} {found}")
 
 
 def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:

@@ -267,7 +267,7 @@ def split_unit(text: str) -> tuple[str, Unit]:
     before = _CURRENCY_BEFORE.match(text)
     if before is not None:
         value, unit = split_unit(before[1] + _EACH.sub("per", text[before.end() :].strip()))
-        money = _money(before[2], unit.scale)
+        money = Unit(dimensions=((CURRENCIES[before[2]], 1),), scale=unit.scale)
         if unit.dimensions in ((), money.dimensions):
             return value, money
         is_rate = all(power < 0 for _, power in unit.dimensions)
@@ -276,7 +276,7 @@ def split_unit(text: str) -> tuple[str, Unit]:
         return (value, replace(money, noun=rate)) if is_rate else (text, NO_UNIT)
     after = _CURRENCY_AFTER.search(text)
     if after is not None:
-        return text[: after.start()].strip(), _money(after[1], 1)
+        return text[: after.start()].strip(), Unit(dimensions=((CURRENCIES[after[1]], 1),))
     degrees = _DEGREES.search(text)
     if degrees is not None and degrees.start() > 0:
         name = {"C": "celsius", "F": "fahrenheit", None: "degree"}[degrees[1] or degrees[2]]
@@ -318,10 +318,6 @@ def read_compound(text: str) -> tuple[Fraction, Unit, Unit] | None:
 def _in_digits(match: re.Match[str]) -> str:
     value = spoken_number(match[0].strip())
     return match[0] if value is None or value.denominator != 1 else f"{value} "
-
-
-def _money(sign: str, scale: int) -> Unit:
-    return Unit(dimensions=((CURRENCIES[sign], 1),), scale=scale)
 
 
 def _split_tail(text: str) -> tuple[str, Unit]:

@@ -362,16 +362,13 @@ class Proxy:
 
     def __instancecheck__(self, value):
         try:
-            return self._klear_apply_reversed("isinstance", value)
+            return bool(self._klear_tester.apply("isinstance", value, self))
         except CannotSendError:
             return False
 
     def __subclasscheck__(self, value):
         is_builtin = isinstance(value, type) and vars(builtins).get(value.__name__) is value
-        return (type(value) is Proxy or is_builtin) and self._klear_apply_reversed("issubclass", value)
-
-    def _klear_apply_reversed(self, do, value):
-        return bool(self._klear_tester.apply(do, value, self))
+        return (type(value) is Proxy or is_builtin) and bool(self._klear_tester.apply("issubclass", value, self))
 
     def __eq__(self, other):
         if isinstance(other, (list, tuple, dict, set, frozenset)):

@@ -141,16 +141,13 @@ _MAKERS = {
     "time": datetime.time,
     "range": range,
     "slice": slice,
-    "ZoneInfo": lambda key: _imported("zoneinfo").ZoneInfo(key),
-    "UUID": lambda text: _imported("uuid").UUID(text),
-    "PosixPath": lambda text: _imported("pathlib").PosixPath(text),
-    "PurePosixPath": lambda text: _imported("pathlib").PurePosixPath(text),
+    # Imported only where needed, because the imports cost time.
+    "ZoneInfo": lambda key: __import__("zoneinfo").ZoneInfo(key),
+    "UUID": lambda text: __import__("uuid").UUID(text),
+    "PosixPath": lambda text: __import__("pathlib").PosixPath(text),
+    "PurePosixPath": lambda text: __import__("pathlib").PurePosixPath(text),
     "Pattern": re.compile,
 }
-
-
-def _imported(name):  # only where it is needed: the import costs time
-    return __import__(name)
 
 
 def _remote_text(error):
