@@ -206,7 +206,7 @@ class Learner:
         """Write the policy as a Hugging Face folder (rank 0) and, with `keep_optimizer`, the optimizer beside it."""
         self._checkpoints.wait()  # an asynchronous save that failed raises here, before the stage counts as done
         if self.cfg.keep_optimizer:
-            kept = self._optimizer_checkpoint(target.parent / _OPTIMIZER)
+            kept = Checkpoints(target.parent / _OPTIMIZER, CheckpointConfig(keep=1), self.world)
             kept.save(self.version, self._policy, self._updater.optimizer, {})
         adapter, weights = adapter_weights(self._policy), self.weights()  # collective: outside the `if`
         if self.world.rank == 0:
@@ -307,9 +307,6 @@ class Learner:
             found = self._policy(micro, head)
         return found.logp_N
 
-    def _optimizer_checkpoint(self, folder: Path) -> Checkpoints:
-        return Checkpoints(folder, CheckpointConfig(keep=1), self.world)
-
     def _load_optimizer(self, folder: Path) -> None:
         """Load moments, step counts and float32 weights of an earlier stage; keep this stage's optimizer settings."""
         optimizer = self._updater.optimizer
@@ -317,7 +314,10 @@ class Learner:
         settings = []
         for group in optimizer.param_groups:
             settings.append({k: v for k, v in group.items() if k != "params"})
-        if not folder.is_dir() or self._optimizer_checkpoint(folder).load_latest(self._policy, optimizer) is None:
+        found = None
+        if folder.is_dir():
+            found = Checkpoints(folder, CheckpointConfig(keep=1), self.world).load_latest(self._policy, optimizer)
+        if found is None:
             raise ConfigError(
                 f"continue_optimizer: {folder} holds no optimizer state; "
                 f"set keep_optimizer in the stage that made the model"
@@ -422,7 +422,8 @@ class SavedSteps:
             write_shard(folder / _SAMPLES, samples_here(samples))
         # No rank may write its state before rank 0 has cleared the folder.
         self._world.barrier()
-        self._state(step).save(step - 1, model, optimizer, counters)
+        state = Checkpoints(folder / _STATE, CheckpointConfig(keep=1), self._world)
+        state.save(step - 1, model, optimizer, counters)
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the step's metrics, which makes it complete."""
@@ -453,9 +454,10 @@ class SavedSteps:
 
         Raise ArtifactError if they are damaged.
         """
-        found = self._state(step).load_latest(model, optimizer)
+        folder = self._of(step) / _STATE
+        found = Checkpoints(folder, CheckpointConfig(keep=1), self._world).load_latest(model, optimizer)
         if found is None:
-            raise ArtifactError(f"{self._of(step) / _STATE}: no complete state; the files of step {step} are damaged")
+            raise ArtifactError(f"{folder}: no complete state; the files of step {step} are damaged")
         _, counters = found
         return counters
 
@@ -469,6 +471,3 @@ class SavedSteps:
 
     def _of(self, step: int) -> Path:
         return self._folder / f"{step:08d}"
-
-    def _state(self, step: int) -> Checkpoints:
-        return Checkpoints(self._of(step) / _STATE, CheckpointConfig(keep=1), self._world)

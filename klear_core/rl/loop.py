@@ -26,6 +26,7 @@ from pathlib import Path
 
 from klear_core import stopping
 from klear_core.artifacts.manifest import DropCounts, StageSummary, check_yield
+from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.artifacts.shared import send_work
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
@@ -48,7 +49,7 @@ from klear_core.rl.state import (
     no_inline_eval,
     ratios_one_note,
 )
-from klear_core.rl.step_metrics import describe_answers, describe_groups, gather_shown, last_shown, save_shown
+from klear_core.rl.step_metrics import ShownRollout, describe_answers, describe_groups, last_shown, save_shown
 from klear_core.rl.stream import Curriculum, PromptStream
 from klear_core.scores import SHOWN_FILE, read_pass_rates
 from klear_core.stopping import StoppedEarly, checkpoint_first
@@ -115,7 +116,7 @@ def train_rl(
     shown = _shown_folder(setup)
     # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(state, cfg.runtime.informative, shown=shown)
-    gather_shown(shown, workdir / SHOWN_FILE)
+    write_shard(workdir / SHOWN_FILE, list(read_shards(shown, ShownRollout)))  # in step order
     summary = state.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=setup.seed)
     return summary.model_copy(update={"notes": (*cfg.reward.loopholes, *warnings, *summary.notes, *notes)})
 

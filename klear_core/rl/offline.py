@@ -76,7 +76,8 @@ def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSumma
         counters["skipped"] += int(metrics["rl/optim/skipped"])
         counters["trained_tokens"] += int(metrics.get("rl/batch/tokens", 0))
         done = step + 1
-        telemetry.log({_renamed(name): value for name, value in metrics.items()}, step=done)
+        # The learner names its metrics after RL.
+        telemetry.log({name.replace("rl/", "opd/", 1): value for name, value in metrics.items()}, step=done)
         gap = metrics.get("rl/distill/kl")
         telemetry.progress(done, num_steps, "" if gap is None else f"KL to the teacher {gap:.3f}")
         if done % checkpoint.every_steps == 0 or done == num_steps:
@@ -94,11 +95,6 @@ def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSumma
         notes=(*learner.notes, *((skipped_note(skipped),) if skipped else ())),
     )
     return summary, results
-
-
-def _renamed(metric: str) -> str:
-    """Return the learner's metric under the name of this stage."""
-    return metric.replace("rl/", "opd/", 1)
 
 
 class RowStore:

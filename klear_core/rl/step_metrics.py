@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klear_core.artifacts.manifest import DropCounts
-from klear_core.artifacts.records import read_shard, read_shards, write_shard
+from klear_core.artifacts.records import read_shard, write_shard
 from klear_core.config.losses import LossConfig
 from klear_core.config.rl import RlConfig
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
@@ -288,11 +288,6 @@ def save_shown(
     """Save the first answers of a step in a separate shard, so that a rerun of the step replaces it."""
     shown = [_shown_rollout(step, g, r, cfg) for g in groups[:num_groups] for r in g.rollouts[:num_samples]]
     write_shard(folder / f"{step:08d}.parquet", shown)
-
-
-def gather_shown(folder: Path, target: Path) -> None:
-    """Write all saved answers into one file, in step order."""
-    write_shard(target, list(read_shards(folder, ShownRollout)))
 
 
 def last_shown(folder: Path) -> str:

@@ -279,8 +279,9 @@ class Curriculum:
                 rates.append(rate)
                 within.append(rate * (1 - rate) * self._num_samples / (self._num_samples - 1))
         total = math.fsum(weights)
-        mean = _dot(weights, rates) / total
-        share = min(_dot(weights, within) / total / (mean * (1 - mean)), _MOST_WITHIN)
+        mean = math.fsum(weight * rate for weight, rate in zip(weights, rates, strict=True)) / total
+        mean_within = math.fsum(weight * value for weight, value in zip(weights, within, strict=True)) / total
+        share = min(mean_within / (mean * (1 - mean)), _MOST_WITHIN)
         strength = share / (1 - share)
         return strength * mean, strength * (1 - mean)
 
@@ -306,10 +307,6 @@ def mixed_probability(a: float, b: float, num_samples: int) -> float:
     all_right = math.exp(of_both + math.lgamma(a + num_samples) - math.lgamma(a))
     all_wrong = math.exp(of_both + math.lgamma(b + num_samples) - math.lgamma(b))
     return 1 - all_right - all_wrong
-
-
-def _dot(xs: Sequence[float], ys: Sequence[float]) -> float:
-    return math.fsum(x * y for x, y in zip(xs, ys, strict=True))
 
 
 def _as_seen(rate: PassRate, *, most: int) -> Seen:
