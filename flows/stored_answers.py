@@ -30,13 +30,13 @@ from klear_core.evaluate.answers.layouts import foreign_answers
 from klear_core.evaluate.answers.mapped_rows import AnswerPlaces, places_in
 from klear_core.evaluate.answers.rejudge import CHANGES_FILE, RejudgeSummary, Rescored, check_folder, rejudge
 from klear_core.evaluate.answers.stored import (
+    REJUDGE_FILE,
     AnswerSource,
     CheckedAnswers,
     check_answers,
     evaluation_answers,
     in_template,
     is_evaluation,
-    is_rejudged,
     rejudged_answers,
 )
 from klear_core.evaluate.counts import AnswerSummary
@@ -95,7 +95,7 @@ def find_answers(
     of `klear rejudge`, or a file or folder of answers that another program wrote.
     """
     path = Path(which)
-    if is_rejudged(path):
+    if (path / REJUDGE_FILE).is_file():
         return rejudged_answers(path)
     if is_evaluation(path):
         return evaluation_answers(path)
@@ -355,7 +355,7 @@ def _change(difference: Estimate | None) -> str:
 
 
 def _changes(summary: RejudgeSummary) -> Table:
-    num_changed = sum(part.num_changed for part in summary.benchmarks)
+    num_changed = sum(sum(part.changes.values()) for part in summary.benchmarks)
     shown = summary.first_changes[:_SHOWN_CHANGES]
     title = f"{num_changed:,} verdicts changed; the first {len(shown)}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))

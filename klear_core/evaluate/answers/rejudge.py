@@ -67,11 +67,6 @@ class Rescored(Settings):
     changes: dict[str, int]
     """Answers by change of their verdict, such as `wrong to right`."""
 
-    @property
-    def num_changed(self) -> int:
-        """Answers whose verdict changed."""
-        return sum(self.changes.values())
-
 
 class RejudgeSummary(Settings):
     """Result of judging a set of answers again, as stored in `rejudge.json`."""

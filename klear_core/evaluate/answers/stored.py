@@ -113,11 +113,6 @@ def is_evaluation(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and (folder / REPORT_FILE).is_file()
 
 
-def is_rejudged(folder: Path) -> bool:
-    """Return whether a folder holds answers that `klear rejudge` judged again."""
-    return (folder / REJUDGE_FILE).is_file()
-
-
 def evaluation_answers(folder: Path, *, name: str = "") -> AnswerSource:
     """Return the answers of an evaluation's artifact folder, with the references of its benchmarks' artifact."""
     manifest = read_manifest(folder)
@@ -271,7 +266,8 @@ def check_answers(
             )
         counts[in_template(row.benchmark, row.template)][row.problem_id] += row.decoding == "sampled"
     if not counts:
-        raise DataError(f"{source.origin}: none of its {len(unread):,} rows could be read: {_told(unread[:3])}")
+        reasons = "; ".join(f"{row.where}: {row.reason}" for row in unread[:3])
+        raise DataError(f"{source.origin}: none of its {len(unread):,} rows could be read: {reasons}")
     if num_samples is not None:
         _require_samples(source, counts, num_samples)
     return CheckedAnswers(num_unread=len(unread), notes=(*_unread_notes(unread), *_uneven_notes(counts)))
@@ -298,7 +294,8 @@ def _fewer_than(num_samples: int, counts: _NumSamples) -> Iterator[str]:
 def _unread_notes(unread: list[UnreadRow]) -> Iterator[str]:
     if unread:
         more = f"; and {len(unread) - _MAX_TOLD:,} more" if len(unread) > _MAX_TOLD else ""
-        yield f"{len(unread):,} rows are left out: {_told(unread[:_MAX_TOLD])}{more}"
+        reasons = "; ".join(f"{row.where}: {row.reason}" for row in unread[:_MAX_TOLD])
+        yield f"{len(unread):,} rows are left out: {reasons}{more}"
 
 
 def _uneven_notes(counts: _NumSamples) -> Iterator[str]:
@@ -310,7 +307,3 @@ def _uneven_notes(counts: _NumSamples) -> Iterator[str]:
                 f"{len(short):,} of {len(problems):,} problems have fewer than {most} samples: "
                 f"{'; '.join(short[:_MAX_TOLD])}; --samples {most} refuses such answers"
             )
-
-
-def _told(unread: list[UnreadRow]) -> str:
-    return "; ".join(f"{row.where}: {row.reason}" for row in unread)

@@ -296,15 +296,15 @@ def _row(variant: str, rate: float | None, runs: Runs, reference_name: str, refe
     if len(shared) < 2:
         return None
     scores = [run.after for run in runs.values()]
-    own_collapsed = _num_collapsed(runs) > 0
-    score = seed_spread(scores, has_collapsed=own_collapsed, bounds=(0, 1))
+    num_collapsed = sum(run.has_collapsed for run in runs.values())
+    score = seed_spread(scores, has_collapsed=num_collapsed > 0, bounds=(0, 1))
     difference = test = None
     if variant != reference_name:
         differences = [runs[seed].after - reference[seed].after for seed in shared]
         # A collapse of either side is in the difference.
-        has_collapsed = own_collapsed or any(run.has_collapsed for run in reference.values())
+        collapses = num_collapsed, sum(run.has_collapsed for run in reference.values())
+        has_collapsed = any(collapses)
         difference = seed_spread(differences, has_collapsed=has_collapsed, bounds=(-1, 1))
-        collapses = _num_collapsed(runs), _num_collapsed(reference)
         p = fisher_exact_p(collapses, (len(runs), len(reference))) if has_collapsed else t_test_p(differences)
         test = SeedTest(by="collapses" if has_collapsed else "t", p=p, corrected=p)
     return TableRow(
@@ -316,7 +316,3 @@ def _row(variant: str, rate: float | None, runs: Runs, reference_name: str, refe
         test=test,
         runs=dict(runs),
     )
-
-
-def _num_collapsed(runs: Runs) -> int:
-    return sum(run.has_collapsed for run in runs.values())

@@ -77,7 +77,7 @@ def test_answers_of_a_file_without_verdicts_get_some_and_nothing_changes(tmp_pat
     file.write_text(json.dumps(row) + "\n{}\n")
     summary = rejudge(foreign_answers(file), ONE, tmp_path / "again")
     (part,) = summary.benchmarks
-    assert (part.before.num_without_verdict, part.before.score, part.num_changed) == (1, None, 0)
+    assert (part.before.num_without_verdict, part.before.score, sum(part.changes.values())) == (1, None, 0)
     assert part.after.score is not None
     assert part.after.score.value == 1.0
     assert part.difference is None
