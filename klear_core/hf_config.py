@@ -190,13 +190,6 @@ def _stated(raw: dict[str, Any], names: Iterable[str]) -> list[int]:
     return [number for number in found if isinstance(number, int)]
 
 
-def _mixture_refused(path: Path, model_type: object, experts: int) -> ConfigError:
-    return ConfigError(
-        f"{path}: {model_type} is a mixture of {experts} experts; Klear trains dense models only, because engines and "
-        "learner would choose other experts for the same token, and nothing replays the engine's choice"
-    )
-
-
 PLAIN_FAMILIES = ("llama", "qwen2", "qwen3")
 """Families of decoders that our sampler runs and GGUF files are converted of, by `model_type`."""
 
@@ -263,7 +256,10 @@ def check_architecture(folder: Path, *, is_trained: bool = True) -> None:
     path = folder / "config.json"
     raw = _read_raw(path)
     if is_trained and isinstance(raw, dict) and (experts := _experts_within(raw)) > 1:
-        raise _mixture_refused(path, raw.get("model_type"), experts)
+        raise ConfigError(
+            f"{path}: {raw.get('model_type')} is a mixture of {experts} experts; Klear trains dense models only, because "
+            "engines and learner would choose other experts for the same token, and nothing replays the engine's choice"
+        )
     config = read_hf_config(folder)
     base = (config.rope_parameters or {}).get("rope_theta")
     if config.rope_scaling and base not in (None, config.theta):

@@ -134,9 +134,9 @@ def decode_response(tokenizer: Tokenizer, token_ids: tuple[int, ...] | list[int]
 def split_response(text: str) -> SplitResponse:
     """Split a response at its last `</think>`: a model that thinks twice is judged by its last answer."""
     before, tag, after = text.rpartition(THINK_CLOSE)
-    if not tag:
-        return SplitResponse(reasoning=_without_open_tag(text), answer="", is_closed=False)
-    return SplitResponse(reasoning=_without_open_tag(before), answer=after.strip(), is_closed=True)
+    reasoning, answer = (before, after) if tag else (text, "")
+    reasoning = reasoning.strip().removeprefix(THINK_OPEN).strip()
+    return SplitResponse(reasoning=reasoning, answer=answer.strip(), is_closed=bool(tag))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -248,10 +248,6 @@ def _turn_end(tokenizer: Tokenizer) -> str:
             f"template: an assistant's turn ends in {end!r}, which is not one token, so an answer would have no end"
         )
     return end
-
-
-def _without_open_tag(text: str) -> str:
-    return text.strip().removeprefix(THINK_OPEN).strip()
 
 
 def _byte_chars() -> list[str]:
