@@ -379,8 +379,9 @@ def check_references(
     if faults:
         notes += (f"{text}; answers to the others will be in no score: {which}",)
     partial: list[str] = []
-    for problem in filter(has_test_program, problems if can_run_tests else ()):
-        partial += unusable_tests(problem, judges.try_reference(problem).result())
+    for problem in problems if can_run_tests else ():
+        if has_test_program(problem.reference):
+            partial += unusable_tests(problem, judges.try_reference(problem).result())
     if partial:
         whose = f"{len(partial)} references of benchmark {benchmark} have tests that cannot be used"
         notes += (f"{whose}; their answers are judged by the others: {listed(partial)}",)
@@ -395,7 +396,7 @@ def listed(items: Sequence[str]) -> str:
 
 def _prepare(problems: Sequence[Problem], judges: JudgePool, benchmark: str) -> tuple[tuple[str, ...], bool]:
     """Return notes on the sandbox, and whether the references' own programs can be run."""
-    tested = [problem for problem in problems if has_test_program(problem)]
+    tested = [problem for problem in problems if has_test_program(problem.reference)]
     try:
         if tested:
             judges.check_sandbox()

@@ -16,7 +16,16 @@ from collections import Counter
 
 from klear_core.config.verify import MathConfig, VerifyConfig
 from klear_core.errors import JudgeError
-from klear_core.types import CodeReference, JudgedAnswer, MathReference, Outcome, Problem, StoredTests, Verdict
+from klear_core.types import (
+    CodeReference,
+    JudgedAnswer,
+    MathReference,
+    Outcome,
+    Problem,
+    Reference,
+    StoredTests,
+    Verdict,
+)
 from klear_core.verify.client import CodeTask, CodeTrial, MathTask, UserTask
 from klear_core.verify.code.program import chosen_tests, num_chosen, reference_fault
 from klear_core.verify.math.answer_text import MathAnswer
@@ -51,10 +60,9 @@ _COMPUTES_NOTHING = re.compile(r"(?=.*\w)[\w\s.,:;'()%$-]*")
 """Numbers, words and lists of them, over which algebra can neither fail nor take long."""
 
 
-def has_test_program(problem: Problem) -> bool:
-    """Return whether judging this problem runs a program that belongs to its reference: assertions or a checker."""
-    reference = problem.reference
-    return isinstance(reference, CodeReference) and _has_test_program(reference)
+def has_test_program(reference: Reference) -> bool:
+    """Return whether judging by this reference runs a program that belongs to it: assertions or a checker."""
+    return isinstance(reference, CodeReference) and bool(reference.checker or reference.test_kind == "asserts")
 
 
 def math_trial(reference: MathReference, cfg: MathConfig) -> Verdict | MathTask:
@@ -96,7 +104,7 @@ def code_trial(problem_id: str, reference: CodeReference, cfg: VerifyConfig) -> 
     if defect is not None:
         detail = f"problem {problem_id}: {defect}"
         return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
-    if not _has_test_program(reference):
+    if not has_test_program(reference):
         return PASSED
     return code_task(problem_id, reference, None, cfg)
 
@@ -166,10 +174,6 @@ def trivial_answer(asked: JudgedAnswer, *, box: str = TRIAL_ANSWER, score: float
     """Return a short, complete answer to the same problem."""
     text = f"<think>\n</think>\n\\boxed{{{box}}}"
     return dataclasses.replace(asked, text=text, score=score, num_tokens=len(text.split()), finish_reason="stop")
-
-
-def _has_test_program(reference: CodeReference) -> bool:
-    return bool(reference.checker or reference.test_kind == "asserts")
 
 
 # ---- health ----

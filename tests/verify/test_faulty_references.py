@@ -75,4 +75,4 @@ def test_a_test_program_that_cannot_run_is_found_in_the_sandbox(code_pool: Judge
 
 def test_only_assertions_and_checkers_are_programs_of_the_reference() -> None:
     references = [ADD_STDIN, ADD_CALL, MathReference(answers=("7",)), ADD_ASSERTS, stdin_reference(checker=CRASHES)]
-    assert [has_test_program(problem(reference)) for reference in references] == [False, False, False, True, True]
+    assert [has_test_program(reference) for reference in references] == [False, False, False, True, True]
