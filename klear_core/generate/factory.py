@@ -138,7 +138,12 @@ async def start_here(spec: EngineSpec) -> Sampler:
 
 def limit_here(spec: EngineSpec) -> int:
     """Return the number of requests to send at a time to this engine in this process; see `num_slots`."""
-    return num_slots(spec.cfg, is_on_gpu=_has_gpu(spec.cfg))
+    is_on_gpu = True  # also of vLLM on a CPU: the number of its slots does not depend on it
+    if isinstance(spec.cfg, TorchEngineConfig):
+        from klear_core.generate.decoder.torch_engine import device_name
+
+        is_on_gpu = device_name(spec.cfg) == "cuda"
+    return num_slots(spec.cfg, is_on_gpu=is_on_gpu)
 
 
 async def build_spec(spec: EngineSpec) -> InferenceEngine:
@@ -191,15 +196,6 @@ async def build_trainable_engine(
             )
         case _:
             assert_never(cfg)
-
-
-def _has_gpu(cfg: LocalEngineConfig) -> bool:
-    """Return whether an engine in this process samples on a GPU."""
-    if isinstance(cfg, TorchEngineConfig):
-        from klear_core.generate.decoder.torch_engine import device_name
-
-        return device_name(cfg) == "cuda"
-    return True  # also of vLLM on a CPU: the number of its slots does not depend on it
 
 
 # ---- pool of a stage ----
