@@ -216,7 +216,8 @@ async def run_steps(
             # After `log`, so that the checkpoint includes this step's counts.
             is_last = state.step == cfg.num_steps or stopping.is_asked()
             if state.step % cfg.runtime.checkpoint.every_steps == 0 or is_last:
-                await asyncio.to_thread(step_log.share)
+                # For a node that goes on after this one, if there is a shared store.
+                await asyncio.to_thread(send_work, step_log.shown_folder)
                 await learner.save(state.counters())
             if is_last and state.step < cfg.num_steps:
                 await learner.finish_save()
@@ -245,10 +246,9 @@ class StepLog:
 
     def __init__(self, cfg: RlConfig, state: RlState, guard: CollapseGuard, *, shown: Path) -> None:
         """`shown` is the folder for a few steps' answers."""
-        self.state = state
+        self.state, self.shown_folder = state, shown
         self._cfg = cfg
         self._guard = guard
-        self._shown_folder = shown
 
     def log(
         self, collected: StepRollouts, drops: DropCounts, update: dict[str, float], seconds: Mapping[str, float]
@@ -264,18 +264,14 @@ class StepLog:
         self._guard.progress(state.step, cfg.num_steps, f"pass rate {state.pass_rate:.2f}")
         is_last = state.step == cfg.num_steps
         if is_last or (state.step - 1) % math.ceil(cfg.num_steps / _NUM_SHOWN) == 0:
-            save_shown(self._shown_folder, collected.groups, cfg, step=state.step)
-
-    def share(self) -> None:
-        """Send what was logged to the shared store, if there is one, for a node that goes on after this one."""
-        send_work(self._shown_folder)
+            save_shown(self.shown_folder, collected.groups, cfg, step=state.step)
 
     def check(self) -> None:
         """Raise CollapseError if answers degenerate, DataError if hardly any group was trained on, once there are
         enough steps to tell."""
         self._guard.check(self.state.step)
         if self.state.step >= _CHECK_FROM_STEP:
-            check_trained_share(self.state, self._cfg.runtime.informative, shown=self._shown_folder)
+            check_trained_share(self.state, self._cfg.runtime.informative, shown=self.shown_folder)
 
 
 def count_step(
