@@ -12,7 +12,7 @@ from klear_core.artifacts.manifest import Manifest
 from klear_core.config.train import GgufModelConfig, HubModelConfig, PublishedModel
 from klear_core.errors import ConfigError
 from klear_core.gguf_checks import check_gguf
-from klear_core.hf_config import check_architecture, check_model_type
+from klear_core.hf_config import check_architecture, check_model_type, read_hf_config
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -136,10 +136,37 @@ def check_model(model: PublishedModel, *, is_trained: bool = True) -> None:
 
 
 def check_whole(folder: Path) -> None:
-    """Raise ConfigError for a file of a model that git-lfs has not fetched, or that is cut off."""
-    for name in model_files(_names_in(folder), at=str(folder)):
+    """Raise ConfigError for a file of a model that git-lfs has not fetched, or that is cut off, and for weights of
+    another size than config.json's."""
+    names = model_files(_names_in(folder), at=str(folder))
+    for name in names:
         if fault := _fault_of(folder / name):
             raise ConfigError(f"{folder / name}: {fault}")
+    shapes: dict[str, list[int]] = {}
+    for name in weight_files(names):
+        with (folder / name).open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes |= {key: tensor["shape"] for key, tensor in header.items() if key != "__metadata__"}
+    _check_sizes(folder, shapes)
+
+
+def _check_sizes(folder: Path, shapes: Mapping[str, list[int]]) -> None:
+    config = read_hf_config(folder)
+    stated = [config.vocab_size, config.hidden_size]
+    found = shapes.get("model.embed_tokens.weight", stated)
+    if found != stated:
+        raise ConfigError(
+            f"{folder}: config.json has vocab_size = {stated[0]} and hidden_size = {stated[1]}, but the embedding of its "
+            f"weights is {' x '.join(map(str, found))}; is it the config of another model?"
+        )
+    # transformers would leave out further layers without a word.
+    numbers = {int(name.split(".")[2]) for name in shapes if name.startswith("model.layers.")}
+    num_layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    if numbers and max(numbers) >= num_layers:
+        raise ConfigError(
+            f"{folder}: config.json has {num_layers} layers, but its weights have {max(numbers) + 1}; is it the config of "
+            "another model?"
+        )
 
 
 def _fault_of(path: Path) -> str:

@@ -119,13 +119,29 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     transformers_logging.disable_progress_bar()
     # Without local_files_only, a folder that is gone would be looked up on the Hub as the name of a repository.
     hf, found = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, output_loading_info=True
+        folder,
+        dtype=dtype,
+        attn_implementation=attention.NAME,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # which are refused here, in words
     )
+    for name, in_file, in_model in sorted(found["mismatched_keys"]):
+        raise ConfigError(
+            f"{folder}: {name} is {list(in_file)} in the weights, but {list(in_model)} by config.json; is it the config "
+            "of another model?"
+        )
     missing = sorted(found["missing_keys"])
     if missing:  # transformers draws them at random, and only logs it
         raise ConfigError(
             f"{folder}: {len(missing)} of the model's tensors are not in its weights ({', '.join(missing[:3])}); "
             "was it saved with adapters that are not merged, or for another config.json?"
+        )
+    unused = sorted(name for name in found["unexpected_keys"] if name.startswith("model.layers."))
+    if unused:  # transformers leaves them out, and only logs it
+        raise ConfigError(
+            f"{folder}: {len(unused)} tensors of the weights have no place in the model of config.json "
+            f"({', '.join(unused[:3])}); is it the config of another model?"
         )
     # Then transformers ties nothing, and engines leave the file's head out.
     if (

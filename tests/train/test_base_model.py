@@ -94,8 +94,9 @@ def test_a_model_whose_chat_template_is_missing_or_does_not_fit_is_refused_by_it
 
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tmp_path):
     folder = tiny_folder(tmp_path / "hf")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 260}))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(260)
+    model.save_pretrained(folder)
     with pytest.raises(ConfigError, match=r"261 tokens.*only 260"):
         point(folder, tmp_path / "base")
 

@@ -5,7 +5,9 @@ import json
 import shutil
 
 import pytest
+import torch
 from hub_server import REVISION, hub
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_folder
 
 from klear_core.artifacts.model_files import check_folder, check_model, folder_of, is_here, licence_in, model_files
@@ -13,6 +15,7 @@ from klear_core.config.train import HfModelConfig, HubModelConfig
 from klear_core.errors import ConfigError, DataError, ResourceError
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base_model import model_folder, prepare_base, take_model, wanted_window
+from klear_core.train.model import load_model
 
 REPO = "some/sft-model"
 CARD = b"---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\nlicense: mit\n"
@@ -105,6 +108,40 @@ def test_a_file_that_was_not_fetched_whole_is_named_before_a_run(tmp_path, tiny,
     for use in (check_model, lambda model: take(model, tmp_path / "taken")):
         with pytest.raises(ConfigError, match=rf"{folder / name}: .*{told}"):
             use(model)
+
+
+@pytest.mark.parametrize(
+    ("stated", "told"),
+    [
+        ({"vocab_size": 400}, "vocab_size = 400 .* the embedding of its weights is"),
+        ({"hidden_size": 64}, "hidden_size = 64, but the embedding"),
+        ({"num_hidden_layers": 1}, r"config\.json has 1 layers, but its weights have \d"),
+    ],
+)
+def test_weights_of_another_size_are_refused_before_a_run(tmp_path, tiny, stated, told):
+    """transformers leaves further layers out in silence."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] > 1
+    (folder / "config.json").write_text(json.dumps(config | {"layer_types": None} | stated))
+    for use in (check_model, lambda model: take(model, tmp_path / "taken")):
+        with pytest.raises(ConfigError, match=told):
+            use(HfModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("add", "told"),
+    [
+        ({"model.layers.0.self_attn.o_proj.bias": (32,)}, r"1 tensors .* no place .*o_proj\.bias"),
+        ({"model.norm.weight": (7,)}, r"model\.norm\.weight is \[7\] in the weights, but \[\d+\] by config\.json"),
+    ],
+)
+def test_tensors_that_the_model_would_not_use_are_refused(tmp_path, tiny, add, told):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors") | {name: torch.zeros(shape) for name, shape in add.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=told):
+        load_model(folder, device="cpu")
 
 
 def test_without_a_network_the_command_that_fetches_the_model_is_told(tmp_path, monkeypatch):
