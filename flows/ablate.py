@@ -296,7 +296,7 @@ def plan_runs(cfg: AblationConfig, overrides: Sequence[str]) -> dict[Cell, CellR
     Variants whose rates differ run at their first rate first, then at their second. `overrides` take precedence over
     the grid's. ConfigError if settings are not valid.
     """
-    rates = {variant: cfg.rates_of(variant) or (None,) for variant in cfg.variants}
+    rates = {variant: cfg.rates.get(variant, cfg.learning_rates) or (None,) for variant in cfg.variants}
     most_rates = max(map(len, rates.values()))
     runs = {}
     for turn, seed, variant in product(range(most_rates), cfg.seeds, cfg.variants):
@@ -311,13 +311,12 @@ def _plan_run(
 ) -> tuple[Cell, CellRun]:
     """Return one run. A rate of None is that of its settings."""
     of_grid = [*cfg.overrides, *cfg.variants[variant]]
-    own = [f"seed={seed}"]
+    of_cell: dict[str, object] = {"seed": seed}
     if rate is not None:
-        own.append(f"{cfg.compare}.optim.lr={rate}")
-    taken = {_key(override) for override in own}
-    if replaced := [override for override in of_grid if _key(override) in taken]:
+        of_cell[f"{cfg.compare}.optim.lr"] = rate
+    if replaced := [override for override in of_grid if override.partition("=")[0].strip() in of_cell]:
         raise ConfigError(f"{variant}: {replaced[0]!r} has no effect: seeds and learning_rates of the grid replace it")
-    own = [*of_grid, *own]
+    own = [*of_grid, *(f"{key}={value}" for key, value in of_cell.items())]
     # The user's overrides come last and win, so the check below finds one that replaces the cell's seed or rate.
     config = resolve(cfg.profile, [*own, *overrides], None)
     run = CellRun(config=config, compared=Compared.of(config, cfg.compare))
@@ -328,10 +327,6 @@ def _plan_run(
     if unknown := [name for name in cfg.scored_on if name not in names]:
         raise ConfigError(f"{cell}: scored_on: {unknown[0]!r} is none of the benchmarks {', '.join(names)}")
     return cell, run
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].strip()
 
 
 def require_distinct_runs(runs: Runs) -> None:

@@ -28,7 +28,7 @@ _MIN_DISK_GB = 200.0
 _SLOW_GB_PER_S = {"nccl": 1.0, "gloo": 0.0}
 """All-reduce below this is 10 Gbit Ethernet or less, over which sharded training mostly waits."""
 
-_TORCH = """
+TORCH_PROBE = """
 import json, torch
 found = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "is_available": torch.cuda.is_available()}
 if found["is_available"]:
@@ -44,7 +44,7 @@ if found["is_available"]:
     }
 print(json.dumps(found))
 """
-_VLLM = """
+_VLLM_PROBE = """
 import json, vllm
 from vllm import AsyncEngineArgs
 from vllm.outputs import WeightVersionSpan
@@ -58,12 +58,12 @@ print(json.dumps({"vllm": vllm.__version__, "platform": current_platform.device_
 
 def check_gpu_machine(python: str = sys.executable) -> Iterator[Check]:
     """Yield all checks of a machine that trains on GPUs. `python` runs the programs that import torch and vLLM."""
-    cuda = ask_torch(python)
+    cuda = ask_json(python, TORCH_PROBE)
     driver = ask_driver()
     yield driver_check(driver, cuda)
     yield torch_check(cuda, driver)
     yield from other_processes()
-    yield vllm_check(ask_json(python, _VLLM), has_gpu=bool(cuda.get("is_available")))
+    yield vllm_check(ask_json(python, _VLLM_PROBE), has_gpu=bool(cuda.get("is_available")))
     yield check_sandbox()
     yield from facts_checks(node_facts())
     yield clock_check()
@@ -81,11 +81,6 @@ def ask_json(python: str, program: str) -> dict[str, Any]:
     except (ValueError, IndexError):
         return {"failure": f"it printed {answer.output[-200:]!r}"}
     return found if isinstance(found, dict) else {"failure": f"it printed {answer.output[-200:]!r}"}
-
-
-def ask_torch(python: str) -> dict[str, Any]:
-    """Return what torch says of itself and of the first GPU, after a tensor and a product in bfloat16 on it."""
-    return ask_json(python, _TORCH)
 
 
 def ask_driver() -> dict[str, Any]:

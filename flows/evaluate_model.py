@@ -83,29 +83,20 @@ class EvaluateOptions:
 def evaluate_model(options: EvaluateOptions) -> None:
     """Evaluate the model and print its scores; resume what an earlier such command left unfinished."""
     console = Console(highlight=False, soft_wrap=True)
-    if _is_address(options.model):
-        carry_out(evaluation_config(options, {}), StageSelection())
-        _print_answers_line(options.root, console)
-        return
-    if options.model_name is not None:
+    if options.model.startswith(("http://", "https://")):  # the address of a server
+        config = evaluation_config(options, {})
+    elif options.model_name is not None:
         raise ConfigError(f"--model {options.model_name}: {options.model} is no address of a server, http://...")
-    found = find_model(options.model, options.root, console)
-    inherited = None if options.profile is not None or found.artifact is None else settings_of(found.artifact)
-    config = evaluation_config(options, found.as_given(), inherited)
-    if inherited is not None:
-        console.print(_inherited_line(inherited, config), markup=False)
-    if found.artifact is not None:
-        config = compared_with_training(config, found.artifact, console)
+    else:
+        found = find_model(options.model, options.root, console)
+        inherited = None if options.profile is not None or found.artifact is None else settings_of(found.artifact)
+        config = evaluation_config(options, found.as_given(), inherited)
+        if inherited is not None:
+            console.print(_inherited_line(inherited, config), markup=False)
+        if found.artifact is not None:
+            config = compared_with_training(config, found.artifact, console)
     carry_out(config, StageSelection())
-    _print_answers_line(options.root, console)
-
-
-def _print_answers_line(root: Path, console: Console) -> None:
-    console.print(f"answers  klear answers evaluate_model --root {shlex.quote(str(root))}", markup=False)
-
-
-def _is_address(model: str) -> bool:
-    return model.startswith(("http://", "https://"))
+    console.print(f"answers  klear answers evaluate_model --root {shlex.quote(str(options.root))}", markup=False)
 
 
 def _served(options: EvaluateOptions) -> dict[str, Any]:

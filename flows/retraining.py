@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import PurePath
 
 from klear_core.artifacts.files import file_lock
@@ -39,10 +40,7 @@ def turn(config: PipelineConfig) -> Iterator[None]:
     """Wait until no other retraining for the same registered model runs in this workspace or its shared store."""
     assert config.promote is not None, "retraining goes through the gate"
     name = f"retraining-{config.promote.registered_model}"
-
-    def warn(holder: str) -> None:
-        log.warning("%s is running already: waiting for %s", name, holder)
-
+    warn = partial(log.warning, "%s is running already: waiting for %s", name)
     with ExitStack() as held:
         lock = workspace_root(config.workspace) / "artifacts" / ".locks" / name
         held.enter_context(file_lock(lock, on_wait=warn))

@@ -102,10 +102,6 @@ class AblationConfig(Settings):
             raise ValueError(f"seeds {self.seeds} name a seed twice")
         return self
 
-    def rates_of(self, variant: str) -> Rates | None:
-        """Return the learning rates at which a variant runs; None if it runs at that of its settings."""
-        return self.rates.get(variant, self.learning_rates)
-
     def at(self, profile: str, extended: Sequence[str] = ()) -> AblationConfig:
         """Return the grid for another profile, a name or a folder; `extended` are the profiles that it extends.
 

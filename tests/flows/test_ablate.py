@@ -189,7 +189,9 @@ def test_a_run_is_the_profile_with_the_overrides_of_grid_variant_and_command_lin
 def test_every_grid_of_the_repository_can_be_planned(klear, tmp_path: Path, file: Path) -> None:
     cfg = load_ablation(file)
     planned = klear("ablate", file, "--dry-run", "--set", f"workspace.root={tmp_path}")
-    num_runs = len(cfg.seeds) * sum(len(cfg.rates_of(variant) or [None]) for variant in cfg.variants)
+    num_runs = len(cfg.seeds) * sum(
+        len(cfg.rates.get(variant, cfg.learning_rates) or [None]) for variant in cfg.variants
+    )
     assert planned.status == 0, planned.err
     is_counted = planned.out.startswith(f"{num_runs} runs; artifacts to make:")
     # One grid takes a model that the commands in its first lines make.

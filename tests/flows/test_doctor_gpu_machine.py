@@ -8,9 +8,9 @@ import pytest
 
 from flows.doctor import Check
 from flows.doctor_gpu import (
+    TORCH_PROBE,
     ask_driver,
     ask_json,
-    ask_torch,
     driver_check,
     facts_checks,
     needed_driver,
@@ -107,7 +107,7 @@ def test_a_child_that_dies_is_described(tmp_path: Path, script: str, failure: st
 
 
 def test_torch_itself_is_asked_here_where_it_has_no_gpu():
-    cuda = ask_torch(sys.executable)
+    cuda = ask_json(sys.executable, TORCH_PROBE)
     assert cuda["is_available"] is False
     check = torch_check(cuda, {"failure": "there is no nvidia-smi"})
     assert (check.is_good, check.is_fatal) == (False, False)
