@@ -33,7 +33,7 @@ from klear_core.artifacts.garbage import (
     take_back,
     unreached,
 )
-from klear_core.artifacts.index import Entry, catalog, shared_catalog
+from klear_core.artifacts.index import Entry, catalog
 from klear_core.artifacts.manifest import ArtifactId, Manifest, read_manifest
 from klear_core.artifacts.object_store import manifest_in_store
 from klear_core.artifacts.run_history import RunHistory, collection_lock
@@ -174,7 +174,7 @@ def plan_collection(root: Path, rules: Rules) -> Collection:
     runs = list_runs(root)
     bucket = RunHistory.of(root).bucket
     entries = _with_given_models(root, catalog(LocalStore(root / "artifacts")))
-    there = shared_catalog(bucket) if bucket is not None else {}
+    there = catalog(bucket) if bucket is not None else {}
     roots = roots_of(root, there | entries, runs, rules)
     kept = reached(there | entries, roots)
     items = [*unreached(root, entries, kept, rules.ages), *leftovers(root, entries, roots, rules.ages)]
@@ -290,7 +290,7 @@ def show_disk(root: Path) -> None:
     bucket = RunHistory.of(root).bucket
     _print_kinds(console, "artifacts", entries)
     if bucket is not None:
-        _print_kinds(console, f"in {bucket.url}", shared_catalog(bucket))
+        _print_kinds(console, f"in {bucket.url}", catalog(bucket))
     others = Table("other", "size", box=None)
     for name, size in _others(root):
         others.add_row(escape(name), _size(size))

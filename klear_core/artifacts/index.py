@@ -65,6 +65,27 @@ def indexed(shelf: Shelf) -> dict[str, dict[str, Any]]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class BucketShelf:
+    """The objects of a shared store whose keys have one prefix; a subclass reads them."""
+
+    bucket: Bucket
+    prefix: str
+
+    def stamps(self) -> dict[str, str]:
+        """Return the stamps of the objects by the rest of their keys."""
+        keys = f"{self.prefix}/"
+        return {key.removeprefix(keys): stamp for key, stamp in self.bucket.stamps(keys).items()}
+
+    def read_index(self) -> bytes | None:
+        """Return the index; None if there is none."""
+        return self.bucket.read(f"index/{self.prefix}")
+
+    def write_index(self, content: bytes) -> None:
+        """Replace the index as a whole."""
+        self.bucket.write(f"index/{self.prefix}", content)
+
+
 def _entries(content: bytes | None) -> Mapping[str, tuple[str, dict[str, Any]]]:
     """Return stamp and entry by name; nothing for an index that is damaged or of another version."""
     try:
@@ -100,17 +121,12 @@ class Entry:
         return f"{self.kind}/{self.fingerprint}"
 
 
-def catalog(store: LocalStore) -> dict[str, Entry]:
-    """Return the intact artifacts of a store's folder on this machine, by `kind/fingerprint`."""
-    return _catalog(_Folder(store.root))
+def catalog(store: LocalStore | Bucket) -> dict[str, Entry]:
+    """Return the intact artifacts of a store's folder on this machine, or those that are sealed in a shared store.
 
-
-def shared_catalog(bucket: Bucket) -> dict[str, Entry]:
-    """Return the artifacts that are sealed in a shared store, by `kind/fingerprint`."""
-    return _catalog(_Seals(bucket))
-
-
-def _catalog(shelf: Shelf) -> dict[str, Entry]:
+    Their keys are `kind/fingerprint`.
+    """
+    shelf: Shelf = _Folder(store.root) if isinstance(store, LocalStore) else _Seals(store, "artifacts")
     return {
         name: Entry(
             **fields
@@ -186,14 +202,8 @@ def _folders(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-@dataclass(frozen=True, slots=True)
-class _Seals:
+class _Seals(BucketShelf):
     """The sealed manifests of a shared store."""
-
-    bucket: Bucket
-
-    def stamps(self) -> dict[str, str]:
-        return {key.removeprefix("artifacts/"): stamp for key, stamp in self.bucket.stamps("artifacts/").items()}
 
     def read(self, name: str) -> dict[str, Any] | None:
         kind, _, fingerprint = name.partition("/")
@@ -208,9 +218,3 @@ class _Seals:
             return None  # damaged: the run that fetches it sets it aside, with a message
         own_object = seal.split()[0].decode()
         return _entry(manifest, files=(own_object, *(file.sha256 for file in manifest.files)))
-
-    def read_index(self) -> bytes | None:
-        return self.bucket.read("index/artifacts")
-
-    def write_index(self, content: bytes) -> None:
-        self.bucket.write("index/artifacts", content)

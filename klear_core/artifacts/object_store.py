@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 from klear_core.artifacts.bucket import Bucket, LeaseTimes, lease, transfer_all
@@ -145,10 +146,7 @@ class ObjectStore(LocalStore):
             if slot.ref is not None:
                 yield slot
                 return
-
-            def warn(holder: str) -> None:
-                log.warning("%s %s is being built by %s: waiting for it", kind, fingerprint, holder)
-
+            warn = partial(log.warning, "%s %s is being built by %s: waiting for it", kind, fingerprint)
             with self.held(f"{kind}-{fingerprint}", on_wait=warn):
                 # look only after the wait, because another node may have built the artifact meanwhile
                 slot.ref = self.find_intact(kind, fingerprint)
@@ -156,7 +154,7 @@ class ObjectStore(LocalStore):
                     shutil.rmtree(self._building(kind, fingerprint), ignore_errors=True)
                     yield slot
                     return
-                work = self._work(kind, fingerprint)
+                work = WorkdirSync(self.bucket, self.workdir(kind, fingerprint), node=node_id(self.root))
                 # The work of another node is continued, and so is its count of attempts.
                 slot.attempt = work.restore(slot.attempt)
                 (slot.workdir.parent / ATTEMPTS).write_text(str(slot.attempt))
@@ -199,7 +197,7 @@ class ObjectStore(LocalStore):
             # In this order: a process that is killed in between leaves the artifact as it was.
             self.bucket.write(f"{aside_keys(kind, fingerprint)}{why}-{time.time_ns()}", seal)
             self.bucket.delete(key)
-        self._work(kind, fingerprint).clear()
+        WorkdirSync(self.bucket, self.workdir(kind, fingerprint), node=node_id(self.root)).clear()
         return super().set_aside(kind, fingerprint, why=why)
 
     def upload(self, files: Iterable[FileRecord], folder: Path) -> int:
@@ -251,9 +249,6 @@ class ObjectStore(LocalStore):
                 self.bucket.delete(key)
             log.info("%s %s was taken back from the trash of the store", kind, fingerprint)
         return seal
-
-    def _work(self, kind: str, fingerprint: str) -> WorkdirSync:
-        return WorkdirSync(self.bucket, self.workdir(kind, fingerprint), node=node_id(self.root))
 
     def end_copies(self, workdir: Path) -> None:
         """Copy nothing more of the folder, whose files are about to move."""

@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 R = TypeVar("R")
 
+_TESTS = ".tests"
+"""Suffix of the file of a shard's large tests; there is none if all are small."""
 _TABLE_CHARS = 32 << 20
 """Characters of references in one table of `whole_tables`."""
 
@@ -48,7 +50,7 @@ def write_shard(path: Path, records: Iterable[R]) -> int:
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, tests_file = path.with_name(path.name + ".tmp"), path_of_tests(path)
+    temporary, tests_file = path.with_name(path.name + ".tmp"), path.with_suffix(_TESTS)
     temporary_tests = tests_file.with_name(tests_file.name + ".tmp")
     temporary_tests.unlink(missing_ok=True)  # of a killed attempt
     with StoredTestsWriter(temporary_tests, name=tests_file.name) as tests:
@@ -118,7 +120,7 @@ def whole_tables(path: Path) -> Iterator[pa.Table]:
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)
-    if not path_of_tests(path).exists():
+    if not path.with_suffix(_TESTS).exists():
         yield table
         return
     column = table.column_names.index("reference")
@@ -369,11 +371,6 @@ def sizes_of_tests(tests: Tests) -> list[int]:
             return [len(p) for p in tests.programs]
         case _:
             assert_never(tests)
-
-
-def path_of_tests(shard: Path) -> Path:
-    """Return the file of a shard's large tests; there is none if all are small."""
-    return shard.with_suffix(".tests")
 
 
 def located(reference: object, folder: Path) -> object:

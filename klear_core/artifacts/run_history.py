@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.files import file_lock, is_locked, write_whole
-from klear_core.artifacts.index import indexed
+from klear_core.artifacts.index import BucketShelf, indexed
 from klear_core.artifacts.shared import shared_url
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError, meant, reporting
@@ -171,7 +171,7 @@ class RunHistory:
     def _parsed(self) -> dict[str, RunRecord | None]:
         found = {name: _parsed(content) for name, content in indexed(_Local(self.root)).items()}
         if self.bucket is not None:
-            shared = {name: _parsed(content) for name, content in indexed(_Shared(self.bucket)).items()}
+            shared = {name: _parsed(content) for name, content in indexed(_Shared(self.bucket, "runs")).items()}
             found = shared | found  # this machine knows more of its own
         return found
 
@@ -278,23 +278,11 @@ class _Local:
         write_whole(self.root / RUNS / ".index.json", content)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
+class _Shared(BucketShelf):
     """The records in a shared store."""
-
-    bucket: Bucket
-
-    def stamps(self) -> dict[str, str]:
-        return {key.removeprefix("runs/"): stamp for key, stamp in self.bucket.stamps("runs/").items()}
 
     def read(self, name: str) -> dict[str, Any] | None:
         return _json(self.bucket.read(f"runs/{name}") or b"")
-
-    def read_index(self) -> bytes | None:
-        return self.bucket.read("index/runs")
-
-    def write_index(self, content: bytes) -> None:
-        self.bucket.write("index/runs", content)
 
 
 def _json(content: bytes) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.garbage import STAMP, Ages
-from klear_core.artifacts.index import Entry, shared_catalog
+from klear_core.artifacts.index import Entry, catalog
 from klear_core.artifacts.object_cache import object_key
 from klear_core.artifacts.object_store import pointer_manifests, seal_key, trash_keys
 from klear_core.errors import ArtifactError
@@ -105,7 +105,7 @@ def collect(bucket: Bucket, items: list[SharedItem], *, now: datetime) -> int:
     if not moved:
         return 0
     try:
-        needed = _named(bucket, shared_catalog(bucket)) & {*moved}
+        needed = _named(bucket, catalog(bucket)) & {*moved}
     except ArtifactError as e:
         log.warning("all objects are taken back: %s", e)
         needed = {*moved}

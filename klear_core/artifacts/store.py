@@ -129,10 +129,6 @@ class LocalStore:
             return str(e).replace(f"{self.folder(kind, fingerprint)}/", "")
         return ""
 
-    def is_begun(self, kind: str, fingerprint: str) -> bool:
-        """Return whether an earlier attempt left work to continue."""
-        return self.workdir(kind, fingerprint).is_dir()
-
     def workdir(self, kind: str, fingerprint: str) -> Path:
         """Return the folder where an artifact is built until it is complete."""
         return self._building(kind, fingerprint) / "work"

@@ -94,7 +94,7 @@ def _plan_one(
         why = f"{damage}; a run sets it aside and makes it again" if damage else already
     elif stage.origin:
         why = given_from(stage)
-    elif store.is_begun(own.kind, own.fingerprint):
+    elif store.workdir(own.kind, own.fingerprint).is_dir():
         why = "goes on from an unfinished attempt"
     else:
         records = input_records(stage.job, {role: ids[name] for role, name in stage.inputs.items()}, workspace)

@@ -12,7 +12,7 @@ from object_server import object_server
 from opened import Opened
 
 from klear_core.artifacts.bucket import Bucket
-from klear_core.artifacts.index import catalog, shared_catalog
+from klear_core.artifacts.index import catalog
 from klear_core.artifacts.manifest import InputRecord
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.store import LocalStore
@@ -105,13 +105,13 @@ def test_a_shared_store_is_listed_by_its_index_from_any_node(tmp_path: Path, url
     for number in range(30):
         publish(store, "sft", number)
     first, later = CountingBucket(url), CountingBucket(url)
-    before = shared_catalog(first)
+    before = catalog(first)
     assert len(before) == 30
-    assert shared_catalog(later) == before
+    assert catalog(later) == before
     assert later.num_read == 1
     store.set_aside("sft", "f3", why="rerun")
     publish(store, "sft", 3, text="longer content")
     again = CountingBucket(url)
-    assert shared_catalog(again)["sft/f3"].size == 14
+    assert catalog(again)["sft/f3"].size == 14
     assert again.num_read == 1 + 2  # the index; the seal and the manifest of the one that is new
     assert len(before["sft/f5"].files) == 2  # its file and its manifest

@@ -17,7 +17,7 @@ from flows.disk import Rules, collect_garbage, plan_collection
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.garbage import STAMP, Ages, reached
-from klear_core.artifacts.index import shared_catalog
+from klear_core.artifacts.index import catalog
 from klear_core.artifacts.manifest import InputRecord
 from klear_core.artifacts.object_cache import object_key
 from klear_core.artifacts.object_store import ObjectStore
@@ -295,7 +295,7 @@ def bucket(tmp_path: Path) -> Bucket:
 
 def collected(bucket: Bucket, keep: str) -> list[str]:
     """Collect all that `keep` does not reach; returns the keys."""
-    entries = shared_catalog(bucket)
+    entries = catalog(bucket)
     items = list(unreached_seals(entries, reached(entries, {keep: "kept"}), AT_ONCE))
     items += unreferenced_objects(bucket, entries, AT_ONCE)
     collect(bucket, items, now=datetime.now(UTC))
@@ -333,7 +333,7 @@ def test_a_writer_that_relied_on_an_object_sends_it_again(tmp_path: Path, bucket
     """The object is there when the writer looks, and is collected before its seal."""
     store = ObjectStore(tmp_path / "node", bucket.url)
     make_chain(store, 1)
-    (gone,) = [sha for entry in shared_catalog(bucket).values() if entry.name == "sft/f1" for sha in entry.files[1:]]
+    (gone,) = [sha for entry in catalog(bucket).values() if entry.name == "sft/f1" for sha in entry.files[1:]]
 
     class Collecting(Bucket):
         def create(self, key: str, content: bytes) -> bool:
@@ -379,7 +379,7 @@ def test_champions_of_other_nodes_stay_in_the_store(
 def test_an_object_that_a_new_seal_names_is_taken_back(tmp_path: Path, bucket: Bucket):
     store = ObjectStore(tmp_path / "node", bucket.url)
     make_chain(store, 1)
-    entries = shared_catalog(bucket)
+    entries = catalog(bucket)
     orphans = list(unreferenced_objects(bucket, {}, AT_ONCE)) or []
     assert orphans == []  # seals that are not listed are not known, so no object is
     (item,) = [i for i in unreferenced_objects_without(bucket, entries, "sft/f1") if i.size == len("sft 1")]
@@ -398,7 +398,7 @@ def test_a_collection_ends_what_one_that_was_killed_has_begun(tmp_path: Path, bu
 
     make_chain(ObjectStore(tmp_path / "node", bucket.url), 1)
     bucket.write("objects/ab/abc", b"nobody's")
-    found = unreferenced_objects_without(bucket, shared_catalog(bucket), "sft/f1")
+    found = unreferenced_objects_without(bucket, catalog(bucket), "sft/f1")
     orphans = [item for item in found if item.size in (len("sft 1"), len("nobody's"))]
     with pytest.raises(KeyboardInterrupt):
         collect(Killed(bucket.url), orphans, now=datetime.now(UTC))
@@ -426,5 +426,5 @@ def test_no_object_is_collected_while_a_seal_cannot_be_read(
     make_chain(store, 1)
     bucket.write("artifacts/sft/of_a_later_version", b"0" * 64)
     bucket.write("objects/ab/abc", b"x")
-    assert list(unreferenced_objects(bucket, shared_catalog(bucket), AT_ONCE)) == []
+    assert list(unreferenced_objects(bucket, catalog(bucket), AT_ONCE)) == []
     assert "cannot be read" in caplog.text
