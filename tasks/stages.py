@@ -114,7 +114,7 @@ def given_model(job: data.GivenModelJob, _: Inputs, *, workdir: Path, telemetry:
 
     licence = job.given_facts().licence
     # the preflight knows whether it is to be trained, and so does who trains it
-    return take_model(job.model(), licence=licence, is_trained=False, workdir=workdir, telemetry=telemetry)
+    return take_model(job.runtime.as_model(), licence=licence, is_trained=False, workdir=workdir, telemetry=telemetry)
 
 
 # ---- traces ----

@@ -41,7 +41,6 @@ from klear_core.config.train import (
     GivenModel,
     GivenRepo,
     HubModelConfig,
-    PublishedModel,
 )
 from klear_core.config.verify import VerifyConfig
 
@@ -307,17 +306,13 @@ class GivenModelJob(Job):
         """Return the job that takes a given model."""
         return cls(max_position_embeddings=given.max_position_embeddings, runtime=given)
 
-    def model(self) -> PublishedModel:
-        """Return the model that is taken."""
-        return self.runtime.as_model()
-
     def files(self) -> tuple[str, ...]:
         """Return the model's folder or GGUF file if it is a local one."""
         return () if isinstance(self.runtime, GivenRepo) else (self.runtime.path,)
 
     def repos(self) -> tuple[HubUse, ...]:
         """Return the model's repository if it is from the Hub."""
-        model = self.model()
+        model = self.runtime.as_model()
         return (HubUse(repo=model.repo, revision=model.revision),) if isinstance(model, HubModelConfig) else ()
 
     def given_facts(self) -> GivenFolder | GivenRepo | GivenGguf:

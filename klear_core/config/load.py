@@ -32,17 +32,13 @@ def load_profile(folder: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     return validate(apply_overrides(read_profile(folder), overrides), origin=str(folder))
 
 
-def read_profile(folder: Path) -> Tree:
+def read_profile(folder: Path, extending: tuple[Path, ...] = ()) -> Tree:
     """Return the settings in a profile's files, without defaults, over those of the profile that it `extends`.
 
     Raise ConfigError if the folder is no profile, its TOML is invalid, two files set the same table, or profiles extend
-    each other in a circle.
+    each other in a circle. `extending` are the folders of the profiles that extend this one.
     """
-    return _extended(folder, (folder.resolve(),))
-
-
-def _extended(folder: Path, chain: tuple[Path, ...]) -> Tree:
-    """Return a profile's settings over those of the profile that it extends. `chain` ends in this profile."""
+    chain = (*extending, folder.resolve())
     settings = _own_settings(folder)
     base = settings.pop("extends", None)
     if base is None:
@@ -53,7 +49,7 @@ def _extended(folder: Path, chain: tuple[Path, ...]) -> Tree:
     if extended in chain:
         circle = " extends ".join(path.name for path in (*chain, extended))
         raise ConfigError(f"{folder}: profiles extend each other in a circle: {circle}")
-    return overlay(_extended(extended, (*chain, extended)), settings, kinds=_default_kinds())
+    return overlay(read_profile(extended, chain), settings, kinds=_default_kinds())
 
 
 def extended_by(folder: Path) -> tuple[str, ...]:

@@ -155,11 +155,6 @@ class Stage:
         return self.job.kind
 
     @property
-    def origin(self) -> str:
-        """Origin of a given result; empty if the stage makes its result."""
-        return self.job.origin()
-
-    @property
     def scored_model_stage(self) -> str:
         """Name of the stage whose model it scores: `rl`; empty if it scores none."""
         return self.inputs["model"] if self.job.scores_model else ""

@@ -461,7 +461,7 @@ def _pointed_to(stage: Stage) -> PublishedModel | None:
     """Return the model that the stage's artifact points to; None if the artifact holds its files, or no model."""
     match stage.job:
         case GivenModelJob() as job:
-            model = job.model()
+            model = job.runtime.as_model()
         case BaseJob(model=base) if not isinstance(base, TinyModelConfig):
             model = base
         case _:

@@ -83,17 +83,17 @@ def _plan_one(
 
     `newest` are the artifacts here, newest first.
     """
-    own = ids[stage.name]
-    action: Action = "given" if stage.origin else "run"
+    own, origin = ids[stage.name], stage.job.origin()
+    action: Action = "given" if origin else "run"
     if asked:
         why = asked
     elif store.exists(own.kind, own.fingerprint):
         damage = store.damage(own.kind, own.fingerprint)
         action = "damaged" if damage else "reuse"
-        already = f"given: {stage.origin}, already taken" if stage.origin else "already made"
+        already = f"given: {origin}, already taken" if origin else "already made"
         why = f"{damage}; a run sets it aside and makes it again" if damage else already
-    elif stage.origin:
-        why = given_from(stage)
+    elif origin:
+        why = given_from(stage.job)
     elif store.workdir(own.kind, own.fingerprint).is_dir():
         why = "goes on from an unfinished attempt"
     else:
@@ -104,17 +104,18 @@ def _plan_one(
     return StagePlan(stage=stage.name, kind=own.kind, fingerprint=own.fingerprint, action=action, why=why)
 
 
-def given_from(stage: Stage) -> str:
+def given_from(job: Job) -> str:
     """Return where a given result comes from, and what is still to be downloaded."""
-    if not isinstance(stage.job, GivenModelJob):
-        return stage.origin
+    origin = job.origin()
+    if not isinstance(job, GivenModelJob):
+        return origin
     try:
-        gigabytes = download_gb(stage.job.model())
+        gigabytes = download_gb(job.runtime.as_model())
     except ConfigError:
-        return stage.origin  # preflight says why it cannot be used
+        return origin  # preflight says why it cannot be used
     if gigabytes is None:
-        return f"{stage.origin}, to be downloaded"
-    return f"{stage.origin}, {gigabytes:.2g} GB to be downloaded" if gigabytes else stage.origin
+        return f"{origin}, to be downloaded"
+    return f"{origin}, {gigabytes:.2g} GB to be downloaded" if gigabytes else origin
 
 
 _MAX_COMPARED = 20
@@ -196,7 +197,7 @@ def reruns_of_upgrade(config: PipelineConfig, chosen: Collection[str] | None = N
     reruns = []
     for stage in needed:
         own = ids[stage.name]
-        if stage.origin or stage.job.asks_registry or store.exists(own.kind, own.fingerprint):
+        if stage.job.origin() or stage.job.asks_registry or store.exists(own.kind, own.fingerprint):
             continue
         records = input_records(stage.job, {role: ids[name] for role, name in stage.inputs.items()}, config.workspace)
         accepted = [{record.fingerprint} for record in records]

@@ -129,7 +129,7 @@ def test_a_run_with_a_served_model_scores_it_alone_and_says_that_nothing_is_know
     config = run_config()
     stages = stages_of(config)
     assert [stage.name for stage in stages] == ["model", "benchmarks", "evaluate_model", "report"]
-    assert stages[0].origin == "r1 at http://host/v1, weights unknown"
+    assert stages[0].job.origin() == "r1 at http://host/v1, weights unknown"
     (exposure,) = given_contamination(config)
     assert exposure.warning == (
         "the training data behind 'model' (r1 at http://host/v1, weights unknown) is not known to have been compared "

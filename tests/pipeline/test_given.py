@@ -154,9 +154,8 @@ def test_rows_may_come_from_several_sources(tmp_path: Path) -> None:
     rows = smoke(tmp_path, more).given.distill
     assert rows is not None
     assert [(source.kind, source.name) for source in rows] == [("file", "given_1"), ("hub", "theirs")]
-    assert [stage.origin for stage in stages_of(smoke(tmp_path, more)) if stage.origin] == [
-        "a.jsonl, some/traces@0123456"
-    ]
+    origins = [stage.job.origin() for stage in stages_of(smoke(tmp_path, more))]
+    assert list(filter(None, origins)) == ["a.jsonl, some/traces@0123456"]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,7 @@ def test_a_model_of_the_hub_is_its_commit_wherever_it_is_cached(tmp_path: Path) 
     stage = stages_of(a)[0]
     (record,) = input_records(stage.job, {}, a.workspace)
     assert (record.kind, record.role, record.fingerprint) == ("hub", REPO, REVISION)
-    assert stage.origin == f"{REPO}@0123456"
+    assert stage.job.origin() == f"{REPO}@0123456"
 
 
 TRACE = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "<think>hm</think>2"}]}
@@ -235,7 +234,7 @@ def take(config: PipelineConfig, stage_name: str) -> ArtifactRef:
     own = fingerprints_of([stage], config.workspace)[stage_name]
     with open_store(config.workspace).create(own.kind, own.fingerprint) as slot:
         assert isinstance(stage.job, GivenModelJob)
-        folder = folder_of(stage.job.model())
+        folder = folder_of(stage.job.runtime.as_model())
         weights = {"model.safetensors": (folder / "model.safetensors").stat().st_size}
         pointed = {"path": str(folder), "max_position_embeddings": None, "weights": weights}
         (slot.workdir / POINTER).write_text(json.dumps(pointed))

@@ -44,7 +44,7 @@ class GivenContamination:
     @property
     def warning(self) -> str:
         """One or two sentences for plan and report."""
-        behind = f"the training data behind {self.stage.name!r} ({self.stage.origin})"
+        behind = f"the training data behind {self.stage.name!r} ({self.stage.job.origin()})"
         counts = ", ".join(f"{num:,} question{'s' * (num != 1)} of {name}" for name, num in self.seen.items())
         found = f"{behind} holds {counts}: scores may be of memory"
         open_ = [*self.missed, *self.unknown]
@@ -104,7 +104,7 @@ def _by_lineage(
     job: GivenModelJob, benchmarks: Sequence[BenchmarkConfig], config: PipelineConfig
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the benchmarks that the model's training data missed, and those of which nothing is known."""
-    protected = _protected_by(folder_of(job.model()).resolve())
+    protected = _protected_by(folder_of(job.runtime.as_model()).resolve())
     if protected is None:
         return (), tuple(b.name for b in benchmarks)
     cache = workspace_root(config.workspace) / "file_hashes.json"

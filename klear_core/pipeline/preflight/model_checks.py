@@ -58,7 +58,7 @@ def model_problems(work: PendingWork) -> Iterator[str]:
     trained = {stage.inputs.get("model") for stage in stages_of(work.config) if stage.job.method()}
     for stage, given in work.needs(GivenModelJob):
         check = partial(check_model, is_trained=stage.name in trained)
-        yield from error_messages(stage.section, check, given.model())
+        yield from error_messages(stage.section, check, given.runtime.as_model())
 
 
 def token_problems(work: PendingWork) -> Iterator[str]:
