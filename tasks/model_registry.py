@@ -262,7 +262,7 @@ class Registry:
                 return False
             self._move_alias(version.number, turn)
             if not version.promoted_at:
-                self._tag(version.number, {"klear.promoted_at": _now()})
+                self._tag(version.number, {"klear.promoted_at": datetime.now(UTC).isoformat(timespec="seconds")})
         return True
 
     def roll_back(self, *, by: str, why: str) -> tuple[Version, Version]:
@@ -277,7 +277,8 @@ class Registry:
             # The caller means the champion that it saw, not one that replaced it while this process waited.
             self._refuse_another(champion)
             former = self._former(champion)
-            rollback = Rollback(by=by, why=why, at=_now(), to=former.number)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            rollback = Rollback(by=by, why=why, at=now, to=former.number)
             # The tags come first: if this process is killed between, the model is not promoted again.
             self._tag(champion.number, {f"klear.rolled_back_{name}": str(value) for name, value in rollback})
             self._move_alias(former.number, turn)
@@ -416,7 +417,3 @@ def artifact_name(ref: ArtifactRef) -> str:
 def folder_of(uri: str) -> Path:
     """Return the folder of an artifact's address, for stores on a file system."""
     return Path(unquote(urlparse(uri).path))
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -105,16 +105,14 @@ class GpuQueue:
             deadline = asyncio.get_running_loop().time() + (_QUEUE_S if self._gpus_per_engine else _START_S)
             while not done:
                 done, _ = await asyncio.wait([running], timeout=_START_S)
-                is_late = asyncio.get_running_loop().time() >= deadline or not self._has_room()
+                # Whether a node has enough GPUs for an engine, free or not: nodes may be lost while engines wait.
+                has_room = any(node.num_gpus >= self._gpus_per_engine for node in self._nodes())
+                is_late = asyncio.get_running_loop().time() >= deadline or not has_room
                 if not done and is_late and not any(engine.is_there for engine in self._engines):
                     raise ResourceError(self._refusal())
             await running
         finally:
             running.cancel()
-
-    def _has_room(self) -> bool:
-        """Return whether a node has enough GPUs for an engine, free or not. Nodes may be lost while engines wait."""
-        return any(node.num_gpus >= self._gpus_per_engine for node in self._nodes())
 
     def _notice(self) -> None:
         if self._has_noticed:

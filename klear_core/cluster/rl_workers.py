@@ -349,16 +349,11 @@ class RayRolloutEngines:
         self._fetches_weights = False
         """Whether a new actor fetches its weights directly from the learner."""
         limit = num_slots(setup.cfg.rollout.engine, is_on_gpu=num_gpus > 0)
-        self.engines = [self._engine(i, limit) for i in range(setup.cfg.runtime.num_rollout_actors)]
+        self.engines = [
+            RayEngine(rollout_name(i), partial(self._create_actor, i), partial(self._load_actor, i), limit=limit)
+            for i in range(setup.cfg.runtime.num_rollout_actors)
+        ]
         self._pool = EnginePool(self.engines, restarts.count)
-
-    def _engine(self, index: int, limit: int) -> RayEngine:
-        return RayEngine(
-            rollout_name(index),
-            lambda: self._create_actor(index),
-            lambda actor: self._load_actor(index, actor),
-            limit=limit,
-        )
 
     async def start(self) -> None:
         """Start all actors with the initial model."""

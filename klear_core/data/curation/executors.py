@@ -119,7 +119,15 @@ def run_on_executor(
             local.on_done = on_done
             local.run()
         case RayExecutorConfig():
-            _run_on_ray(_ray_executor(pipeline, num_tasks, executor, notes), executor, errors_folder, on_done)
+            on_ray = RayPipelineExecutor(
+                pipeline,
+                tasks=num_tasks,
+                workers=-1 if executor.workers is None else executor.workers,
+                cpus_per_task=executor.cpus_per_task,
+                mem_per_cpu_gb=executor.memory_gb_per_cpu,
+                logging_dir=str(notes),
+            )
+            _run_on_ray(on_ray, executor, errors_folder, on_done)
         case SlurmExecutorConfig():
             _run_on_slurm(slurm_executor(pipeline, num_tasks, executor, notes), errors_folder, on_done)
         case _:
@@ -130,17 +138,6 @@ def run_on_executor(
         raise ResourceError(
             f"{name}: {len(lost)} of {num_tasks} tasks did not finish; their logs are in {notes / 'logs'}"
         )
-
-
-def _ray_executor(pipeline: list[TaskStep], num_tasks: int, cfg: RayExecutorConfig, notes: Path) -> RayPipelineExecutor:
-    return RayPipelineExecutor(
-        pipeline,
-        tasks=num_tasks,
-        workers=-1 if cfg.workers is None else cfg.workers,
-        cpus_per_task=cfg.cpus_per_task,
-        mem_per_cpu_gb=cfg.memory_gb_per_cpu,
-        logging_dir=str(notes),
-    )
 
 
 def slurm_executor(pipeline: list[TaskStep], num_tasks: int, cfg: SlurmExecutorConfig, notes: Path) -> SlurmExecutor:

@@ -52,11 +52,8 @@ def generate_chains(cfg: ProceduralSource, *, seed: int) -> Iterator[Candidate]:
 
     Raise ConfigError if a level has fewer problems than its share.
     """
-
-    def rng_of(level: int) -> Random:
-        return Random(seed_for(seed, "data/procedural", cfg.name, level))  # noqa: S311
-
-    for index, (level, question) in enumerate(questions_in_turn(_shares(cfg), rng_of)):
+    drawn = questions_in_turn(chain_shares(cfg), seed, "data/procedural", cfg.name)
+    for index, (level, question) in enumerate(drawn):
         yield Candidate(
             source=cfg.name,
             domain=Domain.MATH,
@@ -65,11 +62,6 @@ def generate_chains(cfg: ProceduralSource, *, seed: int) -> Iterator[Candidate]:
             rating=min(level / _HARDEST_LEVEL, 1.0),
             row=f"number {index}",
         )
-
-
-def check_procedural(cfg: ProceduralSource) -> None:
-    """Raise ConfigError if the settings name invalid levels or ask for more problems than exist."""
-    _shares(cfg)
 
 
 def write_chain(chain: ChainProblem) -> str:
@@ -119,7 +111,8 @@ def all_steps(modulus: int) -> tuple[ChainStep, ...]:
     return tuple(steps)
 
 
-def _shares(cfg: ProceduralSource) -> dict[int, Share]:
+def chain_shares(cfg: ProceduralSource) -> dict[int, Share]:
+    """Return the problems of each level; raise ConfigError for invalid levels or more problems than exist."""
     levels = cfg.num_operations
     if not levels or min(levels) < 1 or len(set(levels)) != len(levels):
         raise ConfigError(
@@ -224,9 +217,13 @@ def problems_by_level(levels: tuple[int, ...], num_problems: int) -> dict[int, i
     return {level: len(range(i, num_problems, len(levels))) for i, level in enumerate(levels)}
 
 
-def questions_in_turn(shares: Mapping[int, Share], rng_of: Callable[[int], Random]) -> Iterator[tuple[int, str]]:
-    """Yield level and question of all problems, cycling through the levels; each level has a random generator."""
-    drawn = {level: share.draw(rng_of(level)) for level, share in shares.items()}
+def questions_in_turn(shares: Mapping[int, Share], seed: int, where: str, name: str) -> Iterator[tuple[int, str]]:
+    """Yield level and question of all problems, cycling through the levels.
+
+    Each level has a random generator of its own, by the seed, the kind of source (`where`) and the source's name.
+    """
+    rngs = {level: Random(seed_for(seed, where, name, level)) for level in shares}  # noqa: S311
+    drawn = {level: share.draw(rngs[level]) for level, share in shares.items()}
     num_problems = sum(share.num_problems for share in shares.values())
     for level in islice(cycle(drawn), num_problems):
         yield level, next(drawn[level])

@@ -16,7 +16,7 @@ from klear_core.config.data import GeneratedSource, GymSource, ProceduralSource,
 from klear_core.data.candidates import Candidate
 from klear_core.data.generated.chains import (
     Share,
-    check_procedural,
+    chain_shares,
     generate_chains,
     problems_by_level,
     questions_in_turn,
@@ -37,7 +37,8 @@ MODULUS = 7
 OPERATORS = "+-*"
 
 _BRACKETS = re.compile(r"mod 7: (?P<text>[-+*()0-6]+)=\?")
-_INNERMOST = re.compile(r"\(([0-6])([-+*])([0-6])\)")
+INNERMOST = re.compile(r"\(([0-6])([-+*])([0-6])\)")
+"""A bracket of two digits; groups 1 to 3 are left digit, operator and right digit."""
 
 
 def count_brackets(level: int) -> int:
@@ -64,14 +65,9 @@ def parse_brackets(question: str) -> str | None:
     return match["text"] if match else None
 
 
-def first_operation(text: str) -> re.Match[str] | None:
-    """Return the leftmost bracket of two digits: groups 1 to 3 are left digit, operator and right digit."""
-    return _INNERMOST.search(text)
-
-
 def solve_brackets(text: str) -> str:
     """Return the value of an expression, a digit; raise DataError if its brackets do not match."""
-    while found := first_operation(text):
+    while found := INNERMOST.search(text):
         text = replace_operation(text, found, value_of(found[1], found[2], found[3]))
     if len(text) != 1:
         raise DataError(f"brackets do not match: {text!r} is left")
@@ -334,11 +330,8 @@ def generate_puzzles(cfg: PuzzleSource, *, seed: int) -> Iterator[Candidate]:
     Raise ConfigError if a level has fewer problems than its share.
     """
     family = FAMILIES[cfg.family]
-
-    def rng_of(level: int) -> Random:
-        return Random(seed_for(seed, "data/puzzles", cfg.name, level))  # noqa: S311
-
-    for index, (level, question) in enumerate(questions_in_turn(_shares(cfg), rng_of)):
+    drawn = questions_in_turn(_shares(cfg), seed, "data/puzzles", cfg.name)
+    for index, (level, question) in enumerate(drawn):
         reference = family.reference(question)
         yield Candidate(
             source=cfg.name,
@@ -437,7 +430,7 @@ def check_generated(source: GeneratedSource) -> None:
     """Raise ConfigError if the settings name invalid levels or ask for more problems than exist."""
     match source:
         case ProceduralSource():
-            check_procedural(source)
+            chain_shares(source)
         case PuzzleSource():
             _shares(source)
         case GymSource():

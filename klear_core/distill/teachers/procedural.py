@@ -11,11 +11,11 @@ from random import Random
 from klear_core.config.distill import ProceduralTeacherConfig, PuzzleTeacherConfig
 from klear_core.data.generated.chains import ChainProblem, ChainStep, apply_step, parse_chain
 from klear_core.data.generated.puzzles import (
+    INNERMOST,
     MODULUS,
     Operation,
     Pipeline,
     Residues,
-    first_operation,
     parse_brackets,
     parse_programs,
     parse_residues,
@@ -186,7 +186,7 @@ def _reply(lines: list[str], answer: str) -> TeacherReply:
 def _solve_brackets(text: str, errors: _Errors) -> tuple[list[str], str]:
     """Return each operation with the expression that is left after it, and the box."""
     lines: list[str] = []
-    while found := first_operation(text):
+    while found := INNERMOST.search(text):
         in_blind_spot = found[2] == "*" and int(found[3]) in _BLIND_FACTORS
         value = errors.residue(value_of(found[1], found[2], found[3]), MODULUS, in_blind_spot=in_blind_spot)
         text = replace_operation(text, found, value)

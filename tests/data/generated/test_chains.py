@@ -8,13 +8,13 @@ from klear_core.data.generated.chains import (
     ChainProblem,
     ChainStep,
     all_steps,
-    check_procedural,
     generate_chains,
     is_held_out,
     parse_chain,
     solve_chain,
     write_chain,
 )
+from klear_core.data.generated.puzzles import check_generated
 from klear_core.errors import ConfigError, DataError
 from klear_core.types import Domain, MathReference
 
@@ -105,7 +105,7 @@ def test_the_same_seed_gives_the_same_problems_and_another_seed_others():
 def test_more_problems_than_there_are_is_a_config_error_that_says_how_many_there_are():
     cfg = ProceduralSource(modulus=2, num_operations=(1,), num_problems=50)
     with pytest.raises(ConfigError, match="there are only"):
-        check_procedural(cfg)
+        check_generated(cfg)
     with pytest.raises(ConfigError, match="there are only"):
         list(generate_chains(cfg, seed=0))
 
@@ -113,4 +113,4 @@ def test_more_problems_than_there_are_is_a_config_error_that_says_how_many_there
 @pytest.mark.parametrize("levels", [(), (0,), (2, 2)])
 def test_levels_that_make_no_sense_are_config_errors(levels):
     with pytest.raises(ConfigError, match="num_operations"):
-        check_procedural(ProceduralSource(num_operations=levels))
+        check_generated(ProceduralSource(num_operations=levels))
