@@ -94,7 +94,7 @@ class Collection:
                 self.usage += earlier.usage
                 self.progress.num_done += len(shard.items)
                 self._count(shard, earlier.counts, num_failed=earlier.num_failed)
-                files.clean()
+                files.journal.unlink(missing_ok=True)  # of a killed run
             else:
                 self.usage += files.used_so_far()
         self.teacher.count_earlier(self.usage)
@@ -139,7 +139,18 @@ class Collection:
         outcome = await self._judge(problem, sample_idx, result)
         # A teacher that costs nothing writes the same reply again, so none of its replies is kept.
         if isinstance(outcome, Dropped) and isinstance(result, TeacherReply) and self.teacher.is_costly:
-            return outcome, _unused(outcome, result, sample_idx=sample_idx, teacher=self.teacher.name)
+            unused = UnusedReply(
+                problem_id=outcome.problem_id,
+                sample_idx=sample_idx,
+                step=outcome.step,
+                reason=outcome.reason,
+                teacher=self.teacher.name,
+                reasoning=result.reasoning,
+                answer=result.answer,
+                finish_reason=result.finish_reason,
+                num_tokens=result.num_tokens,
+            )
+            return outcome, unused
         return outcome, None
 
     async def _judge(self, problem: Problem, sample_idx: int, reply: TeacherResult) -> TeacherTrace | Dropped:
@@ -310,20 +321,6 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _unused(drop: Dropped, reply: TeacherReply, *, sample_idx: int, teacher: str) -> UnusedReply:
-    return UnusedReply(
-        problem_id=drop.problem_id,
-        sample_idx=sample_idx,
-        step=drop.step,
-        reason=drop.reason,
-        teacher=teacher,
-        reasoning=reply.reasoning,
-        answer=reply.answer,
-        finish_reason=reply.finish_reason,
-        num_tokens=reply.num_tokens,
-    )
 
 
 # ---- progress ----

@@ -131,7 +131,9 @@ class ServedAnswerer:
 
     async def answer(self, planned: PlannedAnswer, question: str, params: SamplingParams) -> Response | None:
         """Return the response, of an earlier run if it was paid for then; None if it could not be had."""
-        sample_id = (_name_of(planned), planned.sample_idx)
+        # All that an answer depends on beside its number.
+        asked = "/".join([planned.benchmark, planned.template, planned.decoding, planned.problem.problem_id])
+        sample_id = (asked, planned.sample_idx)
         reply = self._journal.replies.pop(sample_id, None)
         if reply is None:
             sample = await self._teacher.ask(
@@ -190,8 +192,3 @@ class ServedAnswerer:
         return Response(
             text=render_response(reply.reasoning, reply.answer), num_tokens=reply.num_tokens, finish_reason=end
         )
-
-
-def _name_of(planned: PlannedAnswer) -> str:
-    """Return the name of a question in the journal, with all that an answer depends on beside its number."""
-    return "/".join([planned.benchmark, planned.template, planned.decoding, planned.problem.problem_id])

@@ -75,10 +75,6 @@ class ShardFiles:
         """Return what an unfinished shard has used."""
         return usage_in(self.journal) if self.journal.exists() else Usage()
 
-    def clean(self) -> None:
-        """Delete the journal of a finished shard, which a killed run may have left."""
-        self.journal.unlink(missing_ok=True)
-
     def reopen(self, *, keeps_incomplete: bool) -> None:
         """Make a finished shard unfinished. Replies are kept, incomplete ones if `keeps_incomplete`; those that are
         then missing are requested again."""
@@ -88,7 +84,7 @@ class ShardFiles:
             # Incomplete replies are what a repaired teacher is to replace; those of a spent budget are paid and stay.
             kept = [reply for reply in unused if keeps_incomplete or reply.step != "complete"]
             write_journal(self.journal, _replies_of([*records.traces, *kept]), records.usage)
-        # Last: until then the shard is done, and a kill leaves only a journal that `clean` deletes.
+        # Last: until then the shard is done, and a kill leaves only a journal that the next run deletes.
         self._traces.unlink()
 
 

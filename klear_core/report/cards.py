@@ -240,13 +240,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     rendered = []
     for line in lines:
-        cells = [_cell(cell) for cell in line]
+        cells = [" ".join(cell.replace(NBSP, " ").replace("|", "\\|").split()) for cell in line]
         rendered.append(f"| {' | '.join(cells)} |")
     return "\n".join(rendered)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace(NBSP, " ").replace("|", "\\|").split())
 
 
 def data_card(name: str, configs: Sequence[Mapping[str, str]], lineage: Sequence[Ancestor]) -> str:

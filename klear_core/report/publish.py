@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from klear_core.artifacts.garbage import bytes_in
 from klear_core.artifacts.manifest import MANIFEST, ArtifactId, Manifest, parse_manifest, read_manifest
 from klear_core.artifacts.model_files import CARD, check_folder
 from klear_core.config.load import profile_toml
@@ -95,7 +96,7 @@ def write_model(
     # The written folder is checked, because that is what others load.
     check_published(temporary)
     _replace(folder, temporary)
-    return Published(folder=folder, num_bytes=_num_bytes(folder), warnings=tuple(notes))
+    return Published(folder=folder, num_bytes=bytes_in(folder), warnings=tuple(notes))
 
 
 def _require_own_place(folder: Path, own: Manifest) -> None:
@@ -233,7 +234,7 @@ def write_data(model: Path, stages: Sequence[str], folder: Path, *, name: str) -
     data_lineage = list(behind.values())
     (temporary / CARD).write_text(data_card(name, configs, data_lineage), encoding="utf-8")
     _replace(folder, temporary)
-    return Published(folder=folder, num_bytes=_num_bytes(folder), warnings=())
+    return Published(folder=folder, num_bytes=bytes_in(folder), warnings=())
 
 
 def _table_of(lineage: Sequence[Ancestor], stage: str) -> tuple[Ancestor, str]:
@@ -259,7 +260,3 @@ def _require_own_data(folder: Path, sources: Sequence[Manifest]) -> None:
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
     if not all(f"`{source.kind}/{source.fingerprint}`" in card for source in sources):
         raise ConfigError(f"--to {folder}: exists and is not empty")
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

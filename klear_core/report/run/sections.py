@@ -256,7 +256,7 @@ def _flow(stage: str, steps: Sequence[LedgerRow]) -> Flow:
     gap = min(_WIDEST_STEP, (FLOW_WIDTH - _LEFT - _RIGHT) / len(steps))
     places = [round(_LEFT + i * gap, 1) for i in range(len(steps) + 1)]
     nodes = [
-        FlowNode(x=x, height=round(step.num_in * scale, 2), name=_words(step.step), count=f"{step.num_in:,}")
+        FlowNode(x=x, height=round(step.num_in * scale, 2), name=step.step.replace("_", " "), count=f"{step.num_in:,}")
         for x, step in zip(places, steps, strict=False)
     ]
     last = steps[-1]
@@ -280,7 +280,7 @@ def _flow(stage: str, steps: Sequence[LedgerRow]) -> Flow:
                 FlowBand(
                     path=_falling(left, start, x, y, thick),
                     tone=part.tone,
-                    label=f"{_words(part.reason)} {part.count:,} ({part.share})",
+                    label=f"{part.reason.replace('_', ' ')} {part.count:,} ({part.share})",
                     x=round(x + 5, 1),
                     y=round(y + thick / 2 + 4, 1),
                 )
@@ -319,10 +319,6 @@ def _falling(left: float, start: float, right: float, end: float, thick: float) 
     there = f"M{left:g} {start:g}C{middle:g} {start:g} {middle:g} {end:g} {right:g} {end:g}"
     back = f"v{thick:g}C{middle:g} {end + thick:g} {middle:g} {start + thick:g} {left:g} {start + thick:g}z"
     return there + back
-
-
-def _words(slug: str) -> str:
-    return slug.replace("_", " ")
 
 
 # ---- time and cost ----

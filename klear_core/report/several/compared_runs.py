@@ -104,7 +104,13 @@ def read_run(report: Path) -> ComparedRun:
         if found is None:
             where = store.folder(record.kind, record.fingerprint)
             raise ArtifactError(f"{report}: the run's {record.role} ({where}) is gone")
-        stages.append(_stage(record.role, found.path))
+        stage = RunStage(
+            name=record.role,
+            folder=found.path,
+            manifest=read_manifest(found.path),
+            metrics=read_series(found.path / METRICS_FILE),
+        )
+        stages.append(stage)
     return ComparedRun(
         label=f"{config.get('name', 'run')}, seed {config.get('seed')}",
         folder=report,
@@ -113,12 +119,6 @@ def read_run(report: Path) -> ComparedRun:
         config=config,
         stages=tuple(_in_order(stages)),
         models=tuple(_models(_in_order(stages))),
-    )
-
-
-def _stage(name: str, folder: Path) -> RunStage:
-    return RunStage(
-        name=name, folder=folder, manifest=read_manifest(folder), metrics=read_series(folder / METRICS_FILE)
     )
 
 
