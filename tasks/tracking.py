@@ -48,6 +48,8 @@ _PARAM_CHARS = 6000  # MLflow's limit of a param's value
 _NAME_CHARS = 200  # of its name MLflow takes 250; the pipeline's run has the stage's name before it
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- :]|/(?=[/.]|$)")
 """What MLflow refuses in a param's name: these characters, and slashes that a path would not need."""
+_UNDELIVERED = Path("mlflow", "undelivered")
+"""Folder of a workspace with the records that MLflow has not received."""
 
 _parents: dict[tuple[str, str], str] = {}
 """MLflow ids of the parent runs opened by this process, by tracking URI and pipeline run id."""
@@ -119,7 +121,7 @@ def end_pipeline(info: RunInfo, status: RunStatus) -> None:
 def _end_pipeline(info: RunInfo, status: RunStatus) -> None:
     record = _record_of(info).model_copy(update={"status": status, "ended_ms": now_ms()})
     root = workspace_root(info.workspace)
-    undelivered = _undelivered(root)
+    undelivered = Undelivered(root / _UNDELIVERED)
     has_waiting_stage = any(r.run_id == info.run_id for r in undelivered.records(record.server))
     if parent_run_id(info) is None and not has_waiting_stage:
         return
@@ -171,11 +173,7 @@ def _record_of(info: RunInfo) -> TrackedRun:
 @cache
 def _connection(uri: str, root: Path) -> Connection:
     """Return the connection that all stages of this process share."""
-    return Connection(mlflow_backend(uri, root), _undelivered(root), server_name(uri))
-
-
-def _undelivered(root: Path) -> Undelivered:
-    return Undelivered(root / "mlflow" / "undelivered")
+    return Connection(mlflow_backend(uri, root), Undelivered(root / _UNDELIVERED), server_name(uri))
 
 
 # ---- the context of a stage ----

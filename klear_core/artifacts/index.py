@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -166,9 +166,7 @@ class _Folder:
         return self.root / ".index.json"
 
     def stamps(self) -> dict[str, str]:
-        return dict(self._walk())
-
-    def _walk(self) -> Iterator[tuple[str, str]]:
+        stamps = {}
         # `os.scandir` and one `stat` an artifact: pathlib's glob takes three times as long.
         for kind in _folders(self.root):
             for folder in _folders(Path(kind.path)):
@@ -176,7 +174,8 @@ class _Folder:
                     found = os.stat(f"{folder.path}/{MANIFEST}")
                 except OSError:
                     continue  # no artifact, or moved meanwhile
-                yield f"{kind.name}/{folder.name}", f"{found.st_mtime_ns}-{found.st_size}-{found.st_ino}"
+                stamps[f"{kind.name}/{folder.name}"] = f"{found.st_mtime_ns}-{found.st_size}-{found.st_ino}"
+        return stamps
 
     def read(self, name: str) -> dict[str, Any] | None:
         try:

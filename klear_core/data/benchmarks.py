@@ -30,9 +30,9 @@ from klear_core.verify.blame import unusable_tests
 from klear_core.verify.code.program import reference_fault
 from klear_core.verify.math.rules import usable_references
 
-_CONTEST_IDS = "contest_ids.json"
+CONTEST_IDS = "contest_ids.json"
 """File of the artifact: contest id by problem id, of the problems that have one."""
-_CLUSTERS = "clusters.json"
+CLUSTERS = "clusters.json"
 """File of the artifact: cluster by problem id, of the problems that have one."""
 _READ = "read_"
 """Prefix of a benchmark's ledger step; the benchmark's name follows."""
@@ -74,9 +74,9 @@ def prepare_benchmarks(
     if errors:
         raise DataError("\n".join(errors))
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / _CONTEST_IDS).write_text(json.dumps(contest_ids, indent=1, sort_keys=True))
+    (workdir / CONTEST_IDS).write_text(json.dumps(contest_ids, indent=1, sort_keys=True))
     if clusters:
-        (workdir / _CLUSTERS).write_text(json.dumps(clusters, indent=1, sort_keys=True))
+        (workdir / CLUSTERS).write_text(json.dumps(clusters, indent=1, sort_keys=True))
     telemetry.progress(len(benchmarks), len(benchmarks), "done")
     counts = {"benchmarks": len(benchmarks), "problems": sum(step.num_out for step in ledger)}
     return StageSummary(counts=counts, ledger=tuple(ledger), notes=tuple(dict.fromkeys(notes)))
@@ -245,17 +245,8 @@ def check_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> None:
         check_source(benchmark.source)
 
 
-def read_contest_ids(artifact: Path) -> dict[str, str]:
-    """Return the contest ids of a benchmarks artifact by problem id; problems without one are left out."""
-    return _by_problem(artifact / _CONTEST_IDS)
-
-
-def read_clusters(artifact: Path) -> dict[str, str]:
-    """Return the clusters of a benchmarks artifact by problem id; problems without one are left out."""
-    return _by_problem(artifact / _CLUSTERS)
-
-
-def _by_problem(path: Path) -> dict[str, str]:
+def read_by_problem(path: Path) -> dict[str, str]:
+    """Return the content of `CONTEST_IDS` or `CLUSTERS` by problem id; problems without one are left out."""
     if not path.exists():  # a folder without benchmarks, or of an earlier version
         return {}
     found: dict[str, str] = json.loads(path.read_text())

@@ -23,7 +23,7 @@ from klear_core.distill.select import (
     usage_warnings,
     why_incomplete,
 )
-from klear_core.distill.shards import FinishedShard, Journal, ShardFiles, ShardRecords, UnusedReply, is_over_budget
+from klear_core.distill.shards import FinishedShard, Journal, ShardFiles, ShardRecords, UnusedReply
 from klear_core.distill.teachers.teacher import OVER_BUDGET, BudgetError, Teacher, TeacherFailure, TeacherResult, Usage
 from klear_core.metrics import Telemetry
 from klear_core.prompts import render_response
@@ -181,7 +181,7 @@ class Collection:
 
     def finish(self, shard: Shard[Problem], results: Sequence[_Solved]) -> None:
         """Count and write a complete shard; keep a shard in memory if it lacks samples because the budget is spent."""
-        if is_over_budget([drop for solved in results for drop in solved.dropped]):
+        if any(drop.reason == OVER_BUDGET for solved in results for drop in solved.dropped):
             # Its file would mark it as done. Whether it is written is decided once all shards have ended.
             self._unpaid[shard.path] = results
         else:

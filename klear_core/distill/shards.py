@@ -91,11 +91,6 @@ class ShardFiles:
 JOURNAL_FOLDER = "journal"
 
 
-def is_over_budget(dropped: Sequence[Dropped]) -> bool:
-    """Return whether samples are missing because the budget was spent."""
-    return any(drop.reason == OVER_BUDGET for drop in dropped)
-
-
 def _replies_of(records: Iterable[TeacherTrace | UnusedReply]) -> Iterator[tuple[SampleId, TeacherReply]]:
     for one in records:
         reply = TeacherReply(
@@ -230,7 +225,7 @@ class FinishedShard:
             counts=counts,
             num_failed=len(failures_of([*records.traces, *records.dropped])),
             usage=records.usage,
-            is_over_budget=is_over_budget(records.dropped),
+            is_over_budget=any(drop.reason == OVER_BUDGET for drop in records.dropped),
         )
 
 

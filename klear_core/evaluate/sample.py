@@ -19,7 +19,7 @@ from klear_core.config.data import BenchmarkConfig
 from klear_core.config.evaluate import EvaluateConfig, SamplingConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import EvaluateJob
-from klear_core.data.benchmarks import read_clusters
+from klear_core.data.benchmarks import CLUSTERS, read_by_problem
 from klear_core.data.formats.code_rows import without_instructions
 from klear_core.errors import ArtifactError, DataError, JudgeError, KlearError, ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
@@ -98,7 +98,7 @@ def read_suite(
 ) -> list[Benchmark]:
     """Read these benchmarks from the benchmarks' artifact folder; problems are unique, and each has at least one."""
     suite = []
-    by_problem = read_clusters(folder)
+    by_problem = read_by_problem(folder / CLUSTERS)
     for cfg in configs:
         problems = tuple(read_shards(folder / cfg.name, Problem))
         ids = (problem.problem_id for problem in problems)

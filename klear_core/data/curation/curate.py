@@ -15,7 +15,7 @@ from klear_core.config.curate import CurateConfig, DecontaminateConfig, Executor
 from klear_core.config.data import FileSource
 from klear_core.config.verify import VerifyConfig
 from klear_core.cpus import usable_cpus
-from klear_core.data.benchmarks import read_benchmarks, read_contest_ids
+from klear_core.data.benchmarks import CONTEST_IDS, read_benchmarks, read_by_problem
 from klear_core.data.curation.decontaminate import Decontaminator, Protected, counts_by_rule
 from klear_core.data.curation.merge import NEAR, NOT_SELECTED, REPEAT, STAYS, merge
 from klear_core.data.curation.read import TAGS, ReadBlocks, save_guard
@@ -111,7 +111,7 @@ def check_curation(cfg: CurateConfig) -> None:
 
 def protected_questions(cfg: DecontaminateConfig, benchmarks: Path | None) -> Iterator[Protected]:
     """Yield the questions to keep out of training: those of the benchmarks artifact, and the sets in `also`."""
-    contest_ids = read_contest_ids(benchmarks) if benchmarks else {}
+    contest_ids = read_by_problem(benchmarks / CONTEST_IDS) if benchmarks else {}
     for name, problem in read_benchmarks(benchmarks) if benchmarks else ():
         contest = contest_ids.get(problem.problem_id, "")
         yield Protected(benchmark=name, question_id=problem.problem_id, question=problem.question, contest_id=contest)

@@ -211,7 +211,7 @@ def counts_by_rule(num_leaks: Mapping[str, int]) -> dict[str, int]:
 
 
 def _words(tokens: Sequence[str]) -> list[str]:
-    return [token for token in tokens if token[0].isalnum()]  # as `is_word`, without millions of calls
+    return [token for token in tokens if token[0].isalnum()]  # runs of letters, and numbers
 
 
 def _check_recognisable(question: Protected, tokens: Sequence[str]) -> None:

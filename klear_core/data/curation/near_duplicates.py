@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from klear_core.artifacts.records import load_tests
 from klear_core.config.curate import NearConfig
-from klear_core.data.curation.normalise import is_word, tokens_of
+from klear_core.data.curation.normalise import tokens_of
 from klear_core.data.curation.sketch import (
     Hashes,
     Overlaps,
@@ -431,7 +431,7 @@ def _facts(tokens: Sequence[str]) -> Iterator[tuple[int, str]]:
             yield i, token
         elif token in _MEANS:
             yield i, _MEANS[token]
-        elif not is_word(token) and not _is_punctuation(tokens, i):
+        elif not token[0].isalnum() and not _is_punctuation(tokens, i):
             yield i, token
 
 

@@ -270,11 +270,6 @@ def _ascii_letters(text: str) -> str:
     return _GREEK_LETTER.sub(_greek_name, plain)
 
 
-def is_word(token: str) -> bool:
-    """Return whether a token is a number or a run of letters."""
-    return token[0].isalnum()
-
-
 def _spacing_means(match: re.Match[str]) -> str:
     """Return a space for a spacing command, but nothing for the comma inside a number (`10{,}000`)."""
     return "" if match[0] == "{,}" else " "

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from klear_core.config.curate import NearConfig
-from klear_core.data.curation.normalise import is_word
 
 # ---- lists of different lengths ----
 # Hold lists of numbers of different lengths in flat arrays, which can be saved, mapped into memory and joined.
@@ -256,7 +255,7 @@ class _Codes(dict[str, int]):
 
     def __missing__(self, token: str) -> int:
         # surrogatepass: JSON escapes can produce lone surrogates, which plain UTF-8 refuses to encode.
-        code = zlib.crc32(token.encode(errors="surrogatepass")) | (is_word(token) << 32)
+        code = zlib.crc32(token.encode(errors="surrogatepass")) | (token[0].isalnum() << 32)
         if len(self) < _MAX_CODES:
             self[token] = code
         return code

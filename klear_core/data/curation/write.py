@@ -57,10 +57,6 @@ class Shards:
         """Return the rows in consecutive shards."""
         return slice(shards.start * self.rows_per_shard, min(self.num_rows, shards.stop * self.rows_per_shard))
 
-    def name(self, shard: int) -> str:
-        """Return the file name of a shard."""
-        return shard_name(shard, self.count)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteProblems(Tasks):
@@ -87,7 +83,7 @@ class WriteProblems(Tasks):
             write_shard(self._file(ROWS, shard), source_rows)
 
     def _file(self, table: str, shard: int) -> Path:
-        return self.folder / "written" / table / self.shards.name(shard)
+        return self.folder / "written" / table / shard_name(shard, self.shards.count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +107,7 @@ class WriteDropped(Tasks):
             write_shard(self._file(shard), list(islice(drops, self.shards.rows_per_shard)))
 
     def _file(self, shard: int) -> Path:
-        return self.folder / "written" / DROPPED / self.shards.name(shard)
+        return self.folder / "written" / DROPPED / shard_name(shard, self.shards.count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -132,10 +132,6 @@ def _at(fields: Fields, place: str) -> Fields:
     return {_HELD: value_at_place(fields, place)}
 
 
-def _named(place: str, error: RowError) -> RowError:
-    return RowError(error.reason, place, error.detail)
-
-
 def _question(fields: Fields, places: FieldMap) -> str:
     held = _at(fields, places.question)
     parsed = _parsed(held[_HELD])
@@ -145,7 +141,7 @@ def _question(fields: Fields, places: FieldMap) -> str:
         is_chat = isinstance(held[_HELD], list)
         question = user_message(held, _HELD) if is_chat else text_at(held, _HELD)
     except RowError as e:
-        raise _named(places.question, e) from e
+        raise RowError(e.reason, places.question, e.detail) from e
     if places.starter_code:
         question = with_instructions(question, value_at_place(fields, places.starter_code))
     if has_surrogate(question):
@@ -172,7 +168,7 @@ def _math_reference(fields: Fields, place: str) -> MathReference:
     try:
         return MathReference(answers=answers_at(_at(fields, place), _HELD))
     except RowError as e:
-        raise _named(place, e) from e
+        raise RowError(e.reason, place, e.detail) from e
 
 
 def _custom_reference(fields: Fields, places: FieldMap) -> CustomReference:
@@ -187,7 +183,7 @@ def _code_reference(fields: Fields, places: FieldMap) -> Reference:
     try:
         return reference_in(value_at_place(fields, places.tests), fn_name=name)
     except RowError as e:
-        raise _named(places.tests, e) from e
+        raise RowError(e.reason, places.tests, e.detail) from e
 
 
 def _solution(fields: Fields, places: FieldMap) -> str:
@@ -207,7 +203,7 @@ def _rating(fields: Fields, places: FieldMap) -> float | None:
     try:
         return grade_at(held, _HELD) or rating_at(held, _HELD, top=places.rating_top)
     except RowError as e:
-        raise _named(places.rating, e) from e
+        raise RowError(e.reason, places.rating, e.detail) from e
 
 
 _QUESTION_NAMES = """

@@ -34,7 +34,8 @@ _TOP_OF_AOPS_SCALE = 10
 """Top of the Art of Problem Solving's scale of 1 to 10, which DeepScaleR's AIME rows and DeepMath use."""
 
 _GSM8K_ANSWER = re.compile(r"####\s*(\S.*)$", re.MULTILINE)
-_THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}\b)")
+THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}\b)")
+"""The comma of `1,234` in an answer of GSM8K."""
 
 _NUMINA_MARKS = ("problem_is_valid", "solution_is_valid")
 
@@ -49,12 +50,7 @@ def _gsm8k_reference(fields: Fields) -> MathReference:
     if match is None:
         bare = "; if answers are bare, call the column of the questions `problem`"
         raise RowError("no_reference", "answer", f"no '#### ' before a final answer, as GSM8K has it{bare}")
-    return MathReference(answers=(without_thousands_commas(match[1].strip()),))
-
-
-def without_thousands_commas(answer: str) -> str:
-    """Return an answer of GSM8K with `1,234` as `1234`."""
-    return _THOUSANDS_COMMA.sub("", answer)
+    return MathReference(answers=(THOUSANDS_COMMA.sub("", match[1].strip()),))
 
 
 def _klear_bench_reference(fields: Fields) -> MathReference:

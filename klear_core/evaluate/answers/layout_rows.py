@@ -20,7 +20,7 @@ from klear_core.data.formats.fields import (
     user_message,
     value_at,
 )
-from klear_core.data.formats.math_rows import without_thousands_commas
+from klear_core.data.formats.math_rows import THOUSANDS_COMMA
 from klear_core.data.formats.references import reference_from_cell
 from klear_core.types import Domain, FinishReason, MathReference, Reference, UnverifiableReference
 from klear_core.verify.math.answer_text import boxed_texts
@@ -42,7 +42,7 @@ def math_reference(value: object, where: str) -> MathReference:
     # GSM8K's solutions end in `#### 1,234`.
     after_hashes = _AFTER_HASHES.search(text)
     if after_hashes and not boxed_texts(after_hashes[1]):
-        return MathReference(answers=(without_thousands_commas(after_hashes[1].strip()),))
+        return MathReference(answers=(THOUSANDS_COMMA.sub("", after_hashes[1].strip()),))
     # The last box: a worked solution may box results on its way.
     boxes = [box for box in boxed_texts(text) if box]
     return MathReference(answers=(bare_answer(boxes[-1] if boxes else text),))

@@ -38,7 +38,7 @@ def slurm(submission: Submission, *, workdir: Path) -> Prepared:
 
 
 def _options(submission: Submission, workdir: Path) -> list[str]:
-    submit = submission.submit
+    submit, time_limit = submission.submit, submission.submit.slurm.time_limit
     options: dict[str, str | int | None] = {
         "job-name": submission.name,
         "nodes": str(submit.nodes),
@@ -48,7 +48,7 @@ def _options(submission: Submission, workdir: Path) -> list[str]:
         "gpus-per-node": submit.gpus_per_node,
         "partition": submit.queue,
         "qos": submit.priority,
-        "time": submit.slurm.time_limit and _minutes(submit.slurm.time_limit),
+        "time": time_limit and str(max(1, in_seconds(time_limit) // 60)),  # in whole minutes
         "deadline": submit.deadline and f"now+{in_seconds(submit.deadline)}",
         "time-min": submit.deadline and _shortest(submit),
         "signal": f"B:USR1@{_WARN_S}",
@@ -82,11 +82,6 @@ def _shortest(submit: SubmitConfig) -> str:
     """
     durations = [duration for duration in (submit.deadline, submit.slurm.time_limit) if duration]
     return str(min(60, *(max(1, in_seconds(duration) // 120) for duration in durations)))
-
-
-def _minutes(duration: str) -> str:
-    """Return the time as Slurm takes it, in whole minutes."""
-    return str(max(1, in_seconds(duration) // 60))
 
 
 def _job(submission: Submission, workdir: Path) -> str:
