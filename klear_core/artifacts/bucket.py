@@ -74,6 +74,7 @@ class Bucket:
     def __init__(self, url: str) -> None:
         """Connect lazily: the first request raises ConfigError or ResourceError if the store cannot be used."""
         self.url = checked_url(url)
+        self._is_s3 = self.url.startswith("s3")
         self._fs, self._root = _file_system(self.url, max_tries=_FIRST_TRIES)
         self._has_answered = False
 
@@ -209,10 +210,6 @@ class Bucket:
             for path, about in sorted(found.items())
             if not str(path).endswith(BEING_CREATED)
         }
-
-    @property
-    def _is_s3(self) -> bool:
-        return self.url.startswith("s3")
 
     @property
     def _is_local(self) -> bool:

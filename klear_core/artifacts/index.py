@@ -66,6 +66,28 @@ def indexed(shelf: Shelf) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
+class FolderShelf:
+    """The files of a folder, with the index beside them; a subclass lists and reads them."""
+
+    root: Path
+
+    @property
+    def _index(self) -> Path:
+        return self.root / ".index.json"
+
+    def read_index(self) -> bytes | None:
+        """Return the index; None if there is none."""
+        try:
+            return self._index.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_index(self, content: bytes) -> None:
+        """Replace the index as a whole."""
+        write_whole(self._index, content)
+
+
+@dataclass(frozen=True, slots=True)
 class BucketShelf:
     """The objects of a shared store whose keys have one prefix; a subclass reads them."""
 
@@ -155,15 +177,8 @@ def _entry(manifest: Manifest, *, files: tuple[str, ...] = ()) -> dict[str, Any]
     return asdict(entry) | {"created_at": entry.created_at.isoformat()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Folder:
+class _Folder(FolderShelf):
     """The manifests of a local store's folder."""
-
-    root: Path
-
-    @property
-    def _index(self) -> Path:
-        return self.root / ".index.json"
 
     def stamps(self) -> dict[str, str]:
         stamps = {}
@@ -182,15 +197,6 @@ class _Folder:
             return _entry(read_manifest(self.root / name))
         except (ArtifactError, OSError):
             return None  # damaged: a run sets it aside, with a message
-
-    def read_index(self) -> bytes | None:
-        try:
-            return self._index.read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def write_index(self, content: bytes) -> None:
-        write_whole(self._index, content)
 
 
 def _folders(folder: Path) -> list[os.DirEntry[str]]:

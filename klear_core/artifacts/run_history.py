@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.files import file_lock, is_locked, write_whole
-from klear_core.artifacts.index import BucketShelf, indexed
+from klear_core.artifacts.index import BucketShelf, FolderShelf, indexed
 from klear_core.artifacts.shared import shared_url
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError, meant, reporting
@@ -169,7 +169,7 @@ class RunHistory:
         return sorted(name for name, record in self._parsed().items() if record is None)
 
     def _parsed(self) -> dict[str, RunRecord | None]:
-        found = {name: _parsed(content) for name, content in indexed(_Local(self.root)).items()}
+        found = {name: _parsed(content) for name, content in indexed(_Local(self.root / RUNS)).items()}
         if self.bucket is not None:
             shared = {name: _parsed(content) for name, content in indexed(_Shared(self.bucket, "runs")).items()}
             found = shared | found  # this machine knows more of its own
@@ -194,7 +194,7 @@ class RunHistory:
             if is_locked(self.folder(record.run_id) / LOCK):
                 return record
             # Read again: it may have ended well between the two looks, and says so before it gives the lock back.
-            latest = _parsed(_Local(self.root).read(record.run_id) or {}) or record
+            latest = _parsed(_Local(self.root / RUNS).read(record.run_id) or {}) or record
             return latest.model_copy(update={"state": "killed"}) if latest.state == "running" else latest
         return record.model_copy(update={"state": "silent"}) if record.silence > SILENT_AFTER else record
 
@@ -242,15 +242,12 @@ def _parsed(fields: Mapping[str, Any]) -> RunRecord | None:
         return None  # of another version of Klear
 
 
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """The records in a workspace."""
-
-    root: Path
+class _Local(FolderShelf):
+    """The records in a workspace's folder of runs."""
 
     def stamps(self) -> dict[str, str]:
         try:
-            names = os.listdir(self.root / RUNS)
+            names = os.listdir(self.root)
         except FileNotFoundError:
             return {}
         found = {}
@@ -258,7 +255,7 @@ class _Local:
             if name.startswith("."):
                 continue
             try:
-                about = os.stat(f"{self.root}/{RUNS}/{name}/{RECORD}")
+                about = os.stat(f"{self.root}/{name}/{RECORD}")
             except (FileNotFoundError, NotADirectoryError):
                 continue  # its first record is being written, or this is no run
             found[name] = f"{about.st_mtime_ns}-{about.st_ino}"
@@ -266,16 +263,9 @@ class _Local:
 
     def read(self, name: str) -> dict[str, Any] | None:
         try:
-            return _json((self.root / RUNS / name / RECORD).read_bytes())
+            return _json((self.root / name / RECORD).read_bytes())
         except FileNotFoundError:
             return None  # its folder was deleted since it was listed
-
-    def read_index(self) -> bytes | None:
-        index = self.root / RUNS / ".index.json"
-        return index.read_bytes() if index.is_file() else None
-
-    def write_index(self, content: bytes) -> None:
-        write_whole(self.root / RUNS / ".index.json", content)
 
 
 class _Shared(BucketShelf):
