@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from klear_core.config.evaluate import (
     ChatRuntime,
+    ChatSettings,
     LocalEngineConfig,
     PoolRuntime,
     SamplingConfig,
     TorchEngineConfig,
-    with_endpoint,
 )
 from klear_core.config.settings import RareYieldLimits, Settings, YieldLimits
 from klear_core.config.train import GivenModel
@@ -56,7 +56,7 @@ class PuzzleTeacherConfig(Settings):
         return ()
 
 
-class HttpTeacherConfig(Settings):
+class HttpTeacherConfig(ChatSettings):
     """A reasoning model behind OpenAI-compatible chat endpoints (DeepSeek-R1-0528 in the paper).
 
     `base_url`, key and prices directly under the teacher are short for one endpoint under `runtime.endpoints`.
@@ -82,12 +82,6 @@ class HttpTeacherConfig(Settings):
     """Incomplete replies that become traces all the same: without reasoning, without an answer, or refused by a content
     filter. Truncated ones follow `distill.select.keep_truncated`; empty ones are never used."""
     runtime: ChatRuntime
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_endpoint(cls, settings: object) -> object:
-        """Move what belongs to one endpoint into `runtime.endpoints`."""
-        return with_endpoint(settings)
 
 
 class TeacherSamplingConfig(SamplingConfig):

@@ -320,19 +320,24 @@ class ChatUse:
 _OF_ONE_ENDPOINT = ("base_url", "api_key_env", "api_key_block", "input_price", "output_price")
 
 
-def with_endpoint(settings: object) -> object:
-    """Return settings with `base_url`, the name of the key and prices moved into `runtime.endpoints`."""
-    if not isinstance(settings, dict) or "base_url" not in settings:
-        return settings
-    runtime = settings.get("runtime", {})
-    if not isinstance(runtime, dict) or "endpoints" in runtime:
-        raise ValueError("set either base_url or runtime.endpoints, not both")
-    short = {key: settings[key] for key in _OF_ONE_ENDPOINT if key in settings}
-    rest = {key: value for key, value in settings.items() if key not in short}
-    return rest | {"runtime": runtime | {"endpoints": [short]}}
+class ChatSettings(Settings):
+    """Settings of a model behind chat endpoints: those of a single endpoint may stand directly among them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_endpoint(cls, settings: object) -> object:
+        """Move `base_url`, the name of the key and prices into `runtime.endpoints`."""
+        if not isinstance(settings, dict) or "base_url" not in settings:
+            return settings
+        runtime = settings.get("runtime", {})
+        if not isinstance(runtime, dict) or "endpoints" in runtime:
+            raise ValueError("set either base_url or runtime.endpoints, not both")
+        short = {key: settings[key] for key in _OF_ONE_ENDPOINT if key in settings}
+        rest = {key: value for key, value in settings.items() if key not in short}
+        return rest | {"runtime": runtime | {"endpoints": [short]}}
 
 
-class ServedModelConfig(Settings):
+class ServedModelConfig(ChatSettings):
     """A model behind OpenAI-compatible chat endpoints, to score: text goes in and out, its weights are unknown.
 
     `base_url`, key and prices directly under it are short for one endpoint under `runtime.endpoints`.
@@ -344,12 +349,6 @@ class ServedModelConfig(Settings):
     send_seed: bool = True
     """Send a seed with every request, which vLLM and SGLang accept; False for endpoints that refuse the field."""
     runtime: ChatRuntime
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_endpoint(cls, settings: object) -> object:
-        """Move what belongs to one endpoint into `runtime.endpoints`."""
-        return with_endpoint(settings)
 
 
 EvaluateEngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig | ServedModelConfig, Field(discriminator="kind")]
