@@ -61,21 +61,21 @@ class ScoreCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferenceCell:
-    """A later run's paired difference to the first."""
+    """A later run's paired difference to the first; without numbers if the two cannot be paired."""
 
     run: int
-    value: str
-    interval: str
-    """Interval over other problems of this kind."""
-    rerun: str
-    p: str
-    """p-value, corrected for all differences of the page."""
     standing: str
     """`better`, `worse`, `not_shown`, or why the two cannot be paired."""
-    num_problems: int
-    num_fixed: int
-    num_broken: int
-    is_paired: bool
+    is_paired: bool = False
+    value: str = NONE
+    interval: str = ""
+    """Interval over other problems of this kind."""
+    rerun: str = ""
+    p: str = ""
+    """p-value, corrected for all differences of the page."""
+    num_problems: int = 0
+    num_fixed: int = 0
+    num_broken: int = 0
     could_see: str = ""
     """Change that such data shows in 4 of 5 cases, before the correction; empty if none."""
     notes: tuple[str, ...] = ()
@@ -213,7 +213,7 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
             if isinstance(difference, PairedDifference):
                 cells.append(_difference(i, difference, next(corrected)))
             else:
-                cells.append(_unpaired(i, difference))
+                cells.append(DifferenceCell(run=i, standing=difference))
         scores: list[ScoreCell | None] = []
         for run, each in zip(runs, own, strict=True):
             if each is None:
@@ -322,21 +322,6 @@ def _cell(summary: AnswerSummary, templates: str, chosen: str) -> ScoreCell:
         score=score.value if score else None,
         templates=templates,
         chosen=chosen,
-    )
-
-
-def _unpaired(run: int, why: str) -> DifferenceCell:
-    return DifferenceCell(
-        run=run,
-        value=NONE,
-        interval="",
-        rerun="",
-        p="",
-        standing=why,
-        num_problems=0,
-        num_fixed=0,
-        num_broken=0,
-        is_paired=False,
     )
 
 
