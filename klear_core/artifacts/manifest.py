@@ -19,7 +19,6 @@ from urllib.parse import unquote, urlparse
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from klear_core.artifacts.files import content_digest
 from klear_core.config.settings import Settings, YieldLimits, result_settings
 from klear_core.errors import ArtifactError, DataError
 
@@ -223,11 +222,6 @@ def fingerprint(kind: str, version: int, settings: Settings, inputs: Sequence[Ar
     # sorted keys and fixed separators: equal recipes must give equal text
     text = json.dumps(recipe, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
-def file_ref(path: str, *, cache: Path | None = None) -> ArtifactId:
-    """Return a local file or folder as an input, identified by its content (see `content_digest`)."""
-    return ArtifactId(kind="file", fingerprint=content_digest(Path(path), cache=cache))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -18,7 +18,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint, read_manifest
+from klear_core.artifacts.files import content_digest
+from klear_core.artifacts.manifest import ArtifactId, InputRecord, fingerprint, read_manifest
 from klear_core.artifacts.model_files import folder_of
 from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.curate import TagConfig
@@ -419,12 +420,11 @@ def artifact_id(job: Job, inputs: Mapping[str, ArtifactId], workspace: Workspace
 
 
 def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> tuple[InputRecord, ...]:
-    """Return all inputs by role: the artifacts, sorted by role, then the local files and Hub repositories that the job
-    names."""
+    """Return all inputs by role: artifacts, sorted by role, then local files and Hub repositories that the job names."""
     cache = workspace_root(workspace) / "file_hashes.json"
     # The order of inputs is part of a fingerprint, and their roles are not: sorted, it follows from the roles alone.
     artifacts = [InputRecord(kind=i.kind, fingerprint=i.fingerprint, role=role) for role, i in sorted(inputs.items())]
-    files = [InputRecord(role=path, **file_ref(path, cache=cache).model_dump()) for path in job.files()]
+    files = [InputRecord(kind="file", fingerprint=content_digest(Path(p), cache=cache), role=p) for p in job.files()]
     repos = [InputRecord(kind="hub", fingerprint=use.revision, role=use.repo) for use in job.repos()]
     return (*artifacts, *files, *repos)
 

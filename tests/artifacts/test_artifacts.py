@@ -1,6 +1,7 @@
 from pathlib import Path
 
-from klear_core.artifacts.manifest import ArtifactId, file_ref, fingerprint
+from klear_core.artifacts.files import content_digest
+from klear_core.artifacts.manifest import ArtifactId, fingerprint
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import SftJob
 from klear_core.config.train import SftConfig, SftOptimConfig, SftRuntime
@@ -39,20 +40,20 @@ def test_a_file_is_known_by_its_content_and_not_by_its_name_or_date(tmp_path: Pa
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     one.write_text("same")
     two.write_text("same")
-    assert file_ref(str(one)) == file_ref(str(two))
+    assert content_digest(one) == content_digest(two)
     two.write_text("diff")
-    assert file_ref(str(one)) != file_ref(str(two))
+    assert content_digest(one) != content_digest(two)
 
 
 def test_a_folder_is_known_by_names_and_contents_of_its_files(tmp_path: Path):
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "a").write_text("1")
-    before = file_ref(str(folder))
+    before = content_digest(folder)
     (folder / ".cache").write_text("hidden files do not count")
-    assert file_ref(str(folder)) == before
+    assert content_digest(folder) == before
     (folder / "sub" / "a").rename(folder / "sub" / "b")
-    assert file_ref(str(folder)) != before
+    assert content_digest(folder) != before
 
 
 def test_a_job_holds_nothing_of_the_workspace():

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, file_ref, manifest_folder, read_manifest
+from klear_core.artifacts.files import content_digest
+from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import folder_of
 from klear_core.config.curate import DecontaminateConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, GeneratedSource
@@ -233,7 +234,7 @@ def _protects(manifest: Manifest, benchmark: BenchmarkConfig, cache: Path) -> bo
         return any(_rows_of(other) == rows for other in sources.values())
     content = {record.role: record.fingerprint for record in manifest.inputs}
     try:
-        own = file_ref(source.path, cache=cache).fingerprint
+        own = content_digest(Path(source.path), cache=cache)
     except ConfigError:
         return False
     # A file is known by its content: its path may be another one on the machine of the earlier run.
