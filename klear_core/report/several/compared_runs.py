@@ -220,12 +220,12 @@ def seed_groups(runs: Sequence[ComparedRun]) -> list[tuple[str, list[int]]]:
                 break
         else:
             groups.append([i])
-    seeded = [group for group in groups if len({str(runs[i].config.get("seed")) for i in group}) > 1]
-    return [(_without_seed(runs[group[0]].label), group) for group in seeded]
-
-
-def _without_seed(label: str) -> str:
-    return ", ".join(part for part in label.split(", ") if not part.startswith("seed "))
+    labelled = []
+    for group in groups:
+        if len({str(runs[i].config.get("seed")) for i in group}) > 1:
+            parts = runs[group[0]].label.split(", ")
+            labelled.append((", ".join(part for part in parts if not part.startswith("seed ")), group))
+    return labelled
 
 
 def stages_of_some(runs: Sequence[ComparedRun]) -> str:
