@@ -277,7 +277,7 @@ def _prompt(fields: Fields) -> str:
 
 
 def _first_key(fields: Fields, *names: str) -> str:
-    return next(name for name in names if name in fields)
+    return next((name for name in names if name in fields), names[0])  # the first is missed where none is there
 
 
 def _flag_at(values: object, index: int) -> bool | None:

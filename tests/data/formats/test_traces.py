@@ -238,6 +238,14 @@ def test_a_row_that_is_no_trace_is_dropped_by_name(tmp_path, name):
     assert (dropped.reason, "traces.jsonl:2" in dropped.detail) == (reason, True)
 
 
+@pytest.mark.parametrize("left", [{"prompt": QUESTION}, {"question": QUESTION}, {"response": THOUGHT}])
+def test_a_later_pair_without_a_part_is_dropped(tmp_path, left):
+    good, dropped = read_traces(source_of(tmp_path, {"prompt": QUESTION, "response": THOUGHT}, left))
+    assert isinstance(good, PublishedTrace)
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "missing_field"
+
+
 def test_a_completion_of_several_messages_is_dropped(tmp_path):
     prompt, completion = CHAT[:1], [CHAT[1], *CHAT]
     (dropped,) = read_traces(source_of(tmp_path, {"prompt": prompt, "completion": completion}))
