@@ -59,27 +59,30 @@ class LedgerStep(Settings):
 
 
 @dataclass(slots=True)
-class DropCounts:
-    """Counts what the steps of a stage drop, by reason, and keeps the first dropped item of each step."""
+class ReasonCounts:
+    """Counts what becomes of the items of each step of a stage, by reason; an example of each step can be kept.
+
+    Curation and distillation count what they drop, RL also what it trains on.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     """By step and reason: `select/wrong`."""
     examples: dict[str, str] = field(default_factory=dict)
-    """First dropped item by step, with its id or place."""
+    """First item with an example by step, as its id or place."""
 
     def count(self, step: str, reason: str, count: int = 1, *, example: str = "") -> None:
-        """Count items that a step dropped for this reason."""
+        """Count items of a step under this reason."""
         self.counts[f"{step}/{reason}"] += count
         if example:
             self.examples.setdefault(step, example)
 
-    def add(self, later: DropCounts) -> None:
+    def add(self, later: ReasonCounts) -> None:
         """Add the counts of items that came after those counted so far."""
         self.counts.update(later.counts)
         self.examples = later.examples | self.examples
 
     def of(self, *steps: str) -> dict[str, int]:
-        """Return what these steps dropped by reason, in the order of the first drops and without counts of zero."""
+        """Return the counts of these steps by reason, in the order of first counts and without those of zero."""
         found: Counter[str] = Counter()
         for step in steps:
             for name, n in self.counts.items():
@@ -90,7 +93,7 @@ class DropCounts:
     def ledger(
         self, units: Mapping[str, str], *, num_in: int, noted: Mapping[str, Mapping[str, int]]
     ) -> tuple[LedgerStep, ...]:
-        """Return the ledger of steps that follow one another, by name with their units; reasons in name order."""
+        """Return the ledger of steps that drop what they count, by name with their units; reasons in name order."""
         steps: list[LedgerStep] = []
         for step, unit in units.items():
             dropped = dict(sorted(self.of(step).items()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from klear_core.artifacts.manifest import DropCounts, LedgerStep, check_yield
+from klear_core.artifacts.manifest import LedgerStep, ReasonCounts, check_yield
 from klear_core.config.distill import DistillRuntime, IncompleteReason, SelectConfig
 from klear_core.distill.teachers.teacher import OVER_BUDGET, Usage
 from klear_core.errors import DataError, JudgeError, TeacherError
@@ -96,7 +96,7 @@ class TraceCounts:
         """Number of correct answers by difficulty."""
         self.num_judged: Counter[str] = Counter()
         """Number of answers judged correct or wrong by difficulty, kept or not."""
-        self.drops = DropCounts()
+        self.drops = ReasonCounts()
         self._noted: dict[str, Counter[str]] = {step: Counter() for step in STEPS}
 
     def add(self, traces: Iterable[TeacherTrace], dropped: Iterable[Dropped]) -> None:

@@ -1,9 +1,9 @@
 """Sample without rounds: requests in flight are kept at a set number, and steps train on the groups that are finished.
 
 The invariants of `rollout.py` hold. A prompt is in one place at a time: open (being sampled or judged), finished
-(informative, waiting for a step), in one step's `kept`, or counted in one step's `drops`; the last step counts what is
-left. A checkpoint has the positions that are open or finished, and a resumed run asks them again. Which groups a step
-gets depends on what is finished first, unlike in rounds.
+(informative, waiting for a step), in one step's `kept`, or counted in one step's `reasons`; the last step counts what
+is left. A checkpoint has the positions that are open or finished, and a resumed run asks them again. Which groups a
+step gets depends on what is finished first, unlike in rounds.
 
 An answer that is unfinished when new weights arrive continues under them. Two rules keep the staleness bound, so that
 no finished answer is ever too old. Let s be the next step to be filled, v the version of the engines' weights, b the
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from klear_core.artifacts.manifest import DropCounts
+from klear_core.artifacts.manifest import ReasonCounts
 from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import CANCELLED, SURPLUS, filter_groups
 from klear_core.rl.rewards import complete_rewards
@@ -50,7 +50,7 @@ class _FinishedGroup:
     sampled: RolloutGroup
     kept: RolloutGroup
     """Without its unusable answers."""
-    drops: DropCounts
+    reasons: ReasonCounts
     version: int
 
 
@@ -72,7 +72,7 @@ class ContinuousRollouts:
         self._num_in_flight = 0
         self._num_decided = 0
         """Prompts since the last filled step that gave no informative group: too long, or their group was dropped."""
-        self._drops = DropCounts()
+        self._reasons = ReasonCounts()
         self._dropped_groups: list[RolloutGroup] = []
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
@@ -121,9 +121,9 @@ class ContinuousRollouts:
             item = self._stream.at(self._again.pop(0)) if self._again else self._stream.take(1)[0]
             prompt_ids = self._client.prompt(item)
             if item.pool is not None:
-                self._drops.count(POOL_UNIT, item.pool)
+                self._reasons.count(POOL_UNIT, item.pool)
             if prompt_ids is None:
-                self._drops.count("group", "prompt_too_long")
+                self._reasons.count("group", "prompt_too_long")
                 self._stream.reject(item)
                 self._num_decided += 1
                 self._changed.set()  # the step may be due to be filled with fewer groups
@@ -164,10 +164,10 @@ class ContinuousRollouts:
         if kept.groups:
             (informative,) = kept.groups
             self._finished[item.position] = _FinishedGroup(
-                sampled=sampled, kept=informative, drops=kept.drops, version=version
+                sampled=sampled, kept=informative, reasons=kept.reasons, version=version
             )
         else:
-            self._drops.add(kept.drops)
+            self._reasons.add(kept.reasons)
             self._dropped_groups.append(sampled)
             self._num_decided += 1
         self._changed.set()
@@ -216,9 +216,9 @@ class ContinuousRollouts:
         self._step += 1
         if self._step == self._cfg.num_steps:
             await self._give_up_rest()  # before the counts are read, so that they add up
-        drops, self._drops = self._drops, DropCounts()
+        reasons, self._reasons = self._reasons, ReasonCounts()
         for group in chosen:
-            drops.add(group.drops)
+            reasons.add(group.reasons)
         groups = [group.sampled for group in chosen] + self._dropped_groups
         self._dropped_groups, self._num_decided = [], 0
         before, self._filled_at = self._filled_at, now()
@@ -226,7 +226,7 @@ class ContinuousRollouts:
         step = StepRollouts(
             groups=tuple(groups),
             kept=tuple(group.kept for group in chosen),
-            drops=drops,
+            reasons=reasons,
             position=self._stream.position,
             seconds=self._filled_at - before,
             unfinished=tuple(unfinished),
@@ -238,13 +238,13 @@ class ContinuousRollouts:
     async def _give_up_rest(self) -> None:
         """Count and cancel the groups that no step will train on; there are some if a step was filled with fewer."""
         for group in self._finished.values():
-            self._drops.add(group.drops)
-            self._drops.count("group", SURPLUS)
-            self._drops.count("rollout", f"group_{SURPLUS}", len(group.kept.rollouts))
+            self._reasons.add(group.reasons)
+            self._reasons.count("group", SURPLUS)
+            self._reasons.count("rollout", f"group_{SURPLUS}", len(group.kept.rollouts))
             self._dropped_groups.append(group.sampled)
         num_cancelled = len(self._open) + len(self._again)
-        self._drops.count("group", CANCELLED, num_cancelled)
-        self._drops.count("rollout", f"group_{CANCELLED}", num_cancelled * self._cfg.rollout.samples_per_group)
+        self._reasons.count("group", CANCELLED, num_cancelled)
+        self._reasons.count("rollout", f"group_{CANCELLED}", num_cancelled * self._cfg.rollout.samples_per_group)
         self._finished, self._again = {}, []
         await self._cancel_open()
 

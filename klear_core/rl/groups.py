@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from klear_core.artifacts.manifest import DropCounts, LedgerStep
+from klear_core.artifacts.manifest import LedgerStep, ReasonCounts
 from klear_core.artifacts.records import read_shards
 from klear_core.config.rewards import OverlongConfig
 from klear_core.config.rl import PromptFilterConfig, RlConfig
@@ -33,18 +33,18 @@ CANCELLED = "cancelled"
 """Reason for groups that were cancelled before they were complete, because their step needed no more groups."""
 
 
-def drop_ledger(drops: DropCounts) -> tuple[LedgerStep, ...]:
+def reason_ledger(reasons: ReasonCounts) -> tuple[LedgerStep, ...]:
     """Return one ledger step for prompts (`group`) and one for answers (`rollout`); each adds up to the number asked.
 
     Those that reached the learner are counted under TRAINED.
     """
     steps = []
     for unit in ("group", "rollout"):
-        dropped = dict(sorted(drops.of(unit).items()))
+        dropped = dict(sorted(reasons.of(unit).items()))
         num_trained = dropped.pop(TRAINED, 0)
         num_in = num_trained + sum(dropped.values())
         # The pools that a curriculum drew the prompts from; empty without one.
-        pools = drops.of(POOL_UNIT) if unit == "group" else {}
+        pools = reasons.of(POOL_UNIT) if unit == "group" else {}
         noted = {f"from_{pool}": n for pool, n in sorted(pools.items())}
         steps.append(LedgerStep.of(f"{unit}_filter", unit, num_in=num_in, dropped=dropped, noted=noted))
     return tuple(steps)
@@ -52,28 +52,28 @@ def drop_ledger(drops: DropCounts) -> tuple[LedgerStep, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Groups to train on, without their unusable answers, and counts of everything dropped by reason."""
+    """Groups to train on, without their unusable answers, and counts of everything that was dropped."""
 
     groups: tuple[RolloutGroup, ...]
-    drops: DropCounts
+    reasons: ReasonCounts
 
 
 def filter_groups(groups: Sequence[RolloutGroup], cfg: RlConfig) -> Kept:
     """Drop unusable answers, then the groups that the filter rejects; `to_samples` counts the answers that are left."""
-    kept, drops = [], DropCounts()
+    kept, reasons = [], ReasonCounts()
     for group in groups:
         usable, lost = split_usable(group, cfg.overlong)
         for lost_reason, count in lost.items():
-            drops.count("rollout", lost_reason, count)
+            reasons.count("rollout", lost_reason, count)
         # Test the size first, because the accuracy and reward tests need at least one usable answer.
         reason = _too_few(usable, lost) or _uninformative(usable, cfg)
         if reason is None:
             kept.append(RolloutGroup(problem=group.problem, rollouts=usable))
         else:
-            drops.count("group", reason)
+            reasons.count("group", reason)
             # These answers were usable by themselves; they are dropped because of their group.
-            drops.count("rollout", f"group_{reason}", len(usable))
-    return Kept(groups=tuple(kept), drops=drops)
+            reasons.count("rollout", f"group_{reason}", len(usable))
+    return Kept(groups=tuple(kept), reasons=reasons)
 
 
 def split_usable(group: RolloutGroup, overlong: OverlongConfig) -> tuple[tuple[Rollout, ...], Counter[str]]:
@@ -135,7 +135,7 @@ class Samples:
     """Training rows, and counts of the groups and answers that they came from."""
 
     rows: tuple[TrainSample, ...]
-    drops: DropCounts
+    reasons: ReasonCounts
 
 
 def to_samples(groups: Sequence[RolloutGroup], cfg: RlConfig, *, oldest_allowed: int) -> Samples:
@@ -144,7 +144,7 @@ def to_samples(groups: Sequence[RolloutGroup], cfg: RlConfig, *, oldest_allowed:
     Over-long answers (with `handling = "mask"`) and answers with a token sampled by a version before `oldest_allowed`
     get no row.
     """
-    rows, drops = [], DropCounts()
+    rows, reasons = [], ReasonCounts()
     # Of all answers of the group, because those without a row below still belong to its mean and deviation.
     advantages_PG = group_advantages(groups, cfg)
     for group, advantages_G in zip(groups, advantages_PG, strict=True):
@@ -152,13 +152,13 @@ def to_samples(groups: Sequence[RolloutGroup], cfg: RlConfig, *, oldest_allowed:
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):
             oldest = min(rollout.completion.policy_versions)  # once: an answer has thousands
             reason = _trained_or_reason(rollout, oldest, cfg.overlong, oldest_allowed)
-            drops.count("rollout", reason)
+            reasons.count("rollout", reason)
             if reason == TRAINED:
                 group_rows.append(_sample(group.problem.problem_id, rollout, advantage, oldest))
         # A group is trained even if some of its answers get no row; only one without any row is dropped.
-        drops.count("group", TRAINED if group_rows else "all_masked")
+        reasons.count("group", TRAINED if group_rows else "all_masked")
         rows += group_rows
-    return Samples(rows=tuple(rows), drops=drops)
+    return Samples(rows=tuple(rows), reasons=reasons)
 
 
 def cut_minibatches(rows: Sequence[Row], count: int, *, seed: int) -> list[list[Row]]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core import stopping
-from klear_core.artifacts.manifest import DropCounts, StageSummary, check_yield
+from klear_core.artifacts.manifest import ReasonCounts, StageSummary, check_yield
 from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.artifacts.shared import send_work
 from klear_core.config.rl import RlConfig, RolloutConfig
@@ -212,7 +212,7 @@ async def run_steps(
                 evals.start(engine, step=step + 1)
             # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
             rollouts.advance()
-            step_log.log(collected, samples.drops, update, phase.seconds)
+            step_log.log(collected, samples.reasons, update, phase.seconds)
             # After `log`, so that the checkpoint includes this step's counts.
             is_last = state.step == cfg.num_steps or stopping.is_asked()
             if state.step % cfg.runtime.checkpoint.every_steps == 0 or is_last:
@@ -251,13 +251,15 @@ class StepLog:
         self._guard = guard
 
     def log(
-        self, collected: StepRollouts, drops: DropCounts, update: dict[str, float], seconds: Mapping[str, float]
+        self, collected: StepRollouts, reasons: ReasonCounts, update: dict[str, float], seconds: Mapping[str, float]
     ) -> None:
-        """Log a finished step; `drops` are of its selection, `update` the learner's metrics."""
+        """Log a finished step; `reasons` are of its selection, `update` the learner's metrics."""
         cfg, state = self._cfg, self.state
         # Before everything that reads the counts.
-        collected.drops.add(drops)
-        metrics = update | describe_groups(collected.groups, collected.drops) | describe_answers(collected.groups, cfg)
+        collected.reasons.add(reasons)
+        metrics = (
+            update | describe_groups(collected.groups, collected.reasons) | describe_answers(collected.groups, cfg)
+        )
         metrics |= speed(collected, update, seconds)
         count_step(state, metrics, collected, minibatches_per_step=cfg.minibatches_per_step)
         self._guard.log(metrics, step=state.step)
@@ -281,7 +283,7 @@ def count_step(
     steps_without_update = state.steps_without_update
     state.add_step(
         metrics,
-        collected.drops,
+        collected.reasons,
         position=collected.position,
         sampled_tokens=collected.sampled_tokens,
         unfinished=collected.unfinished,

@@ -2,7 +2,7 @@
 
 These invariants hold in both modes, rounds (here) and continuous (`continuous.py`):
 - Every prompt reaches the learner exactly once or is counted: the group of each position of the stream is in one step's
-  `StepRollouts.kept`, or in one step's `drops` with a reason.
+  `StepRollouts.kept`, or counted in one step's `reasons`.
 - An answer's seed follows from its position and index alone, its problem from the position, with a curriculum also from
   the groups of the steps before; so a resumed run asks the same again.
 - No token of an answer that is trained on is more than `max_staleness` versions of the weights old.
@@ -21,7 +21,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from klear_core.artifacts.manifest import DropCounts
+from klear_core.artifacts.manifest import ReasonCounts
 from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, one_sample
@@ -47,7 +47,7 @@ class StepRollouts:
     """All sampled groups."""
     kept: tuple[RolloutGroup, ...]
     """Groups to train on, at most `groups_per_step`, without their unusable answers."""
-    drops: DropCounts
+    reasons: ReasonCounts
     """Counts of the prompts and answers that are not in `kept`, by reason; with a curriculum also of all drawn prompts,
     by pool. `StepLog.log` adds those of `kept`, trained or not."""
     position: int
@@ -218,33 +218,33 @@ class Collector:
         rollout = self._cfg.rollout
         groups: list[RolloutGroup] = []
         kept: list[RolloutGroup] = []
-        drops = DropCounts()
+        reasons = ReasonCounts()
         for _ in range(rollout.max_rounds):
             # Sample complete rounds rather than refilling prompt by prompt, because the prompts must not depend on
             # which answers are finished first.
             prompts = self._stream.take(rollout.prompts_per_round)
-            sampled = await self._sample_groups(prompts, drops, num_wanted=rollout.groups_per_step - len(kept))
+            sampled = await self._sample_groups(prompts, reasons, num_wanted=rollout.groups_per_step - len(kept))
             informative = filter_groups(sampled, self._cfg)
-            drops.add(informative.drops)
+            reasons.add(informative.reasons)
             groups += sampled
             kept += informative.groups
             if len(kept) >= rollout.groups_per_step:
                 break
         # Keep the first groups in stream order, because the fastest would be biased towards short answers.
         for surplus in kept[rollout.groups_per_step :]:
-            drops.count("group", SURPLUS)
-            drops.count("rollout", f"group_{SURPLUS}", len(surplus.rollouts))
+            reasons.count("group", SURPLUS)
+            reasons.count("rollout", f"group_{SURPLUS}", len(surplus.rollouts))
         return StepRollouts(
             groups=tuple(groups),
             kept=tuple(kept[: rollout.groups_per_step]),
-            drops=drops,
+            reasons=reasons,
             position=self._stream.position,
             seconds=now() - started,
             curriculum=self._stream.end_step(groups),
         )
 
     async def _sample_groups(
-        self, items: Sequence[StreamItem], drops: DropCounts, *, num_wanted: int
+        self, items: Sequence[StreamItem], reasons: ReasonCounts, *, num_wanted: int
     ) -> list[RolloutGroup]:
         """Return one group for each prompt that is not too long, in the order of `items`.
 
@@ -254,9 +254,9 @@ class Collector:
         for item in items:
             prompt_ids = self._client.prompt(item)
             if item.pool is not None:
-                drops.count(POOL_UNIT, item.pool)
+                reasons.count(POOL_UNIT, item.pool)
             if prompt_ids is None:
-                drops.count("group", "prompt_too_long")
+                reasons.count("group", "prompt_too_long")
                 self._stream.reject(item)
                 continue
             samples = range(self._cfg.rollout.samples_per_group)
@@ -265,8 +265,8 @@ class Collector:
         # Errors were raised above, so a group without all of its results was cancelled.
         groups = round_.groups()
         for _ in range(len(round_.items) - len(groups)):
-            drops.count("group", CANCELLED)
-            drops.count("rollout", f"group_{CANCELLED}", self._cfg.rollout.samples_per_group)
+            reasons.count("group", CANCELLED)
+            reasons.count("rollout", f"group_{CANCELLED}", self._cfg.rollout.samples_per_group)
         return groups
 
     async def _rollout(self, item: StreamItem, prompt_ids: tuple[int, ...], sample_idx: int) -> Rollout:
@@ -328,7 +328,7 @@ class _Round:
         # Only a group that has just become complete changes the number of informative groups.
         if not all(_has_result(task) for task in group):
             return
-        # Its drops are not counted here: `collect` filters the groups of the whole round again.
+        # What it drops is not counted here: `collect` filters the groups of the whole round again.
         informative = filter_groups(self.groups(), self._cfg)
         if len(informative.groups) >= self._num_wanted:
             for task in self.tasks:

@@ -12,20 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from klear_core.artifacts.manifest import DropCounts, LedgerStep, StageSummary
+from klear_core.artifacts.manifest import LedgerStep, ReasonCounts, StageSummary
 from klear_core.config.rl import RlConfig
 from klear_core.errors import CollapseError
 from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import METRICS_FILE, Telemetry, finite, read_metrics, skipped_note
-from klear_core.rl.groups import CANCELLED, SURPLUS, TRAINED, drop_ledger
+from klear_core.rl.groups import CANCELLED, SURPLUS, TRAINED, reason_ledger
 from klear_core.rl.stream import CurriculumState
 from klear_core.train.inline_eval import inline_eval_metrics, scored_steps
 
 log = logging.getLogger(__name__)
 
-_DROPS, _UNFINISHED = "fate/", "unfinished/"
+_REASONS, _UNFINISHED = "fate/", "unfinished/"
 """Prefixes of keys in checkpoints. A new name would make a killed run lose these counts when it resumes."""
-_NOT_COUNTERS = ("drops", "unfinished", "curriculum", "notes")
+_NOT_COUNTERS = ("reasons", "unfinished", "curriculum", "notes")
 """Fields that are not one number: the first three are saved key by key, the notes not at all."""
 ONE_TOLERANCE = 1e-4
 """Ratios closer to 1 than this differ from it by rounding alone."""
@@ -42,7 +42,7 @@ class RlState:
     """Positions before `position` whose groups are in no finished step."""
     curriculum: CurriculumState = field(default_factory=CurriculumState)
     """State of the curriculum after the last finished step."""
-    drops: DropCounts = field(default_factory=DropCounts)
+    reasons: ReasonCounts = field(default_factory=ReasonCounts)
     sampled_tokens: int = 0
     trained_tokens: int = 0
     steps_without_update: int = 0
@@ -58,7 +58,7 @@ class RlState:
     def add_step(
         self,
         metrics: Mapping[str, float],
-        drops: DropCounts,
+        reasons: ReasonCounts,
         *,
         position: int,
         sampled_tokens: int,
@@ -70,7 +70,7 @@ class RlState:
         # This is the position of this step's batch; the stream may be further on, with prompts sampled for later steps.
         self.position, self.unfinished = position, unfinished
         self.curriculum = curriculum or CurriculumState()
-        self.drops.add(drops)
+        self.reasons.add(reasons)
         self.sampled_tokens += sampled_tokens
         self.trained_tokens += int(metrics.get("rl/batch/tokens", 0))
         # Both keys are in the metrics of every step, also of one without samples.
@@ -89,34 +89,34 @@ class RlState:
     def counters(self) -> dict[str, int | float]:
         """Return all fields with numbers as a flat dict."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COUNTERS}
-        drops = {_DROPS + name: n for name, n in self.drops.counts.items()}
+        reasons = {_REASONS + name: n for name, n in self.reasons.counts.items()}
         # A checkpoint holds a flat dict of numbers, so each position becomes a key.
         unfinished = {f"{_UNFINISHED}{position}": 1 for position in self.unfinished}
-        return plain | drops | self.curriculum.counters() | unfinished
+        return plain | reasons | self.curriculum.counters() | unfinished
 
     @classmethod
     def of(cls, counters: Mapping[str, int | float] | None) -> RlState:
         """Rebuild the state from `counters`; None means that no step is finished."""
         if counters is None:
             return cls()
-        drops = {k.removeprefix(_DROPS): int(v) for k, v in counters.items() if k.startswith(_DROPS)}
+        reasons = {k.removeprefix(_REASONS): int(v) for k, v in counters.items() if k.startswith(_REASONS)}
         unfinished = sorted(int(k.removeprefix(_UNFINISHED)) for k in counters if k.startswith(_UNFINISHED))
-        of_fields = {k: v for k, v in counters.items() if not k.startswith((_DROPS, _UNFINISHED))}
+        of_fields = {k: v for k, v in counters.items() if not k.startswith((_REASONS, _UNFINISHED))}
         plain = {k: v for k, v in of_fields.items() if not CurriculumState.holds(k)}
         return cls(
             **plain,  # type: ignore[arg-type]
             unfinished=tuple(unfinished),
             curriculum=CurriculumState.of(counters),
-            drops=DropCounts(Counter(drops)),
+            reasons=ReasonCounts(Counter(reasons)),
         )
 
     def trained(self) -> LedgerStep:
         """Return how many prompts had a group that was trained on; surplus and cancelled groups do not count."""
-        drops = dict(sorted(self.drops.of("group").items()))
+        reasons = dict(sorted(self.reasons.of("group").items()))
         # A surplus group was informative and only had no room, so it is neither trained on nor lost. Whether a
         # cancelled one was informative is unknown.
-        lost = {reason: n for reason, n in drops.items() if reason not in (TRAINED, SURPLUS, CANCELLED)}
-        return LedgerStep.of("trained", "group", num_in=drops.get(TRAINED, 0) + sum(lost.values()), dropped=lost)
+        lost = {reason: n for reason, n in reasons.items() if reason not in (TRAINED, SURPLUS, CANCELLED)}
+        return LedgerStep.of("trained", "group", num_in=reasons.get(TRAINED, 0) + sum(lost.values()), dropped=lost)
 
     def summary(self, choice: LedgerStep, *, minibatches_per_step: int, seed: int) -> StageSummary:
         """Return counts, ledger and notes for the stage's manifest and report."""
@@ -132,8 +132,8 @@ class RlState:
             notes.append(skipped_note(self.skipped_updates))
         counts: dict[str, int | float] = {
             "steps": self.step,
-            "prompts": sum(self.drops.of("group").values()),
-            "rollouts": sum(self.drops.of("rollout").values()),
+            "prompts": sum(self.reasons.of("group").values()),
+            "rollouts": sum(self.reasons.of("rollout").values()),
             "sampled_tokens": self.sampled_tokens,
             "trained_tokens": self.trained_tokens,
             "last_pass_rate": self.pass_rate,
@@ -143,7 +143,7 @@ class RlState:
             never = {"never_finished": choice.num_out - len(self.curriculum.seen)}
             asked.append(LedgerStep.of("curriculum", "problem", num_in=choice.num_out, dropped=never))
         return StageSummary(
-            counts=counts, ledger=(choice, *asked, *drop_ledger(self.drops)), seeds={"rl": seed}, notes=tuple(notes)
+            counts=counts, ledger=(choice, *asked, *reason_ledger(self.reasons)), seeds={"rl": seed}, notes=tuple(notes)
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from klear_core.artifacts.manifest import DropCounts
+from klear_core.artifacts.manifest import ReasonCounts
 from klear_core.artifacts.records import read_shard, write_shard
 from klear_core.config.losses import LossConfig
 from klear_core.config.rl import RlConfig
@@ -195,14 +195,14 @@ class ShownRollout:
     parts: RewardParts = RewardParts()
 
 
-def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[str, float]:
+def describe_groups(groups: Sequence[RolloutGroup], reasons: ReasonCounts) -> dict[str, float]:
     """Return means over all judged answers, and counts of the step's groups and answers by what happened to them.
 
     `rl/pass/rate` is the share of answers that the verifier calls right, as in evaluation. Positive answers must also
     have the tags that the reward asks for.
     """
     rollouts = [r for g in groups for r in g.rollouts]  # all that were sampled, also of groups that were dropped
-    by_group, by_rollout = (dict(sorted(drops.of(unit).items())) for unit in ("group", "rollout"))
+    by_group, by_rollout = (dict(sorted(reasons.of(unit).items())) for unit in ("group", "rollout"))
     num_asked = sum(by_group.values())
     num_informative = sum(_is_mixed(group) for group in groups)
     num_tokens = sum(len(r.completion.token_ids) for r in rollouts)
@@ -219,7 +219,7 @@ def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[s
     }
     metrics |= {f"rl/groups/dropped_{reason}": float(n) for reason, n in by_group.items()}
     metrics |= {f"rl/rollouts/dropped_{reason}": float(n) for reason, n in by_rollout.items()}
-    if by_pool := drops.of(POOL_UNIT):
+    if by_pool := reasons.of(POOL_UNIT):
         drawn = sum(by_pool.values())
         metrics |= {f"rl/curriculum/{pool}_frac": by_pool.get(pool, 0) / drawn for pool in POOLS}
     return metrics | _rewards(rollouts) | _custom_rewards(rollouts) | _lengths(rollouts)

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from klear_core.artifacts.manifest import DropCounts, LedgerStep
+from klear_core.artifacts.manifest import LedgerStep, ReasonCounts
 
 
 def test_a_step_that_adds_up_is_accepted():
@@ -17,7 +17,7 @@ def test_a_step_that_loses_a_row_silently_is_refused():
 
 
 def test_the_output_of_a_step_enters_the_next_and_reasons_come_in_name_order():
-    drops = DropCounts()
+    drops = ReasonCounts()
     drops.count("read", "not_json", 2)
     drops.count("read", "empty")
     drops.count("dedup", "repeat", 0)
@@ -32,7 +32,7 @@ def test_the_output_of_a_step_enters_the_next_and_reasons_come_in_name_order():
 
 
 def test_counts_of_later_items_keep_the_example_of_the_earlier_ones():
-    drops, later = DropCounts(), DropCounts()
+    drops, later = ReasonCounts(), ReasonCounts()
     drops.count("judge", "failed", example="problem a")
     later.count("judge", "failed", example="problem b")
     later.count("select", "wrong", example="problem c")

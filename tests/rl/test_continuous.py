@@ -117,10 +117,10 @@ async def drive(
             await asyncio.sleep(learn_s)
             engine.version = step + 1
             ahead.advance()
-            found.drops.add(samples.drops)
+            found.reasons.add(samples.reasons)
             run.state.add_step(
                 {"rl/optim/updates": 1, "rl/optim/skipped": 0},
-                found.drops,
+                found.reasons,
                 position=found.position,
                 sampled_tokens=0,
                 unfinished=found.unfinished,
@@ -144,7 +144,7 @@ def run(cfg: RlConfig, *, learn_s: float = 5.0, **engine: float) -> Run:
 def test_no_answer_is_ever_too_old_and_the_books_add_up(bound, learn_s, tail, requests):
     done = run(config(bound, requests=requests), learn_s=learn_s, tail=tail)
     assert max(done.staleness, default=0) <= bound
-    groups, answers = done.state.drops.of("group"), done.state.drops.of("rollout")
+    groups, answers = done.state.reasons.of("group"), done.state.reasons.of("rollout")
     assert "stale" not in answers
     assert sum(answers.values()) == 4 * sum(groups.values())
     assert sum(groups.values()) == done.state.position == len(set(done.engine.prompts))
@@ -197,7 +197,7 @@ def test_a_resumed_run_asks_what_was_in_flight_again_and_trains_nothing_twice(un
     assert len(trained) == len(set(trained)) == 8 * 4
     assert max(after.staleness) <= 3
     # Every prompt up to the last has one fate: none was forgotten between the two.
-    groups = saved.drops.of("group")
+    groups = saved.reasons.of("group")
     assert sum(groups.values()) == saved.position
 
 
@@ -211,7 +211,7 @@ def test_a_resumed_curriculum_asks_the_same_problems_again():
     num_seen = len(saved.curriculum.seen)
     after = run_virtually(drive(cfg, SlowEngine(), state=saved))
     assert set(after.engine.prompts[:24]) == {drawn[position] for position in unfinished[:6]}
-    counts = after.state.drops
+    counts = after.state.reasons
     assert sum(counts.of("pool").values()) == sum(counts.of("group").values()) == after.state.position
     assert len(after.state.curriculum.seen) > num_seen > 0
     assert after.state.curriculum.drawn == {}
@@ -229,14 +229,14 @@ def test_steps_go_on_with_fewer_groups_after_max_rounds_of_prompts():
 
     done = run_virtually(drive(config(max_rounds=2), SlowEngine(), judge=all_wrong))
     assert done.trained == []
-    assert done.state.drops.of("group")["zero_advantage"] >= 6 * 8
-    assert sum(done.state.drops.of("group").values()) == done.state.position
+    assert done.state.reasons.of("group")["zero_advantage"] >= 6 * 8
+    assert sum(done.state.reasons.of("group").values()) == done.state.position
 
 
 def test_prompts_that_are_too_long_end_in_the_books_and_not_in_a_loop():
     done = run(config(max_rounds=2, max_prompt_tokens=1))
     assert done.engine.prompts == []
-    assert Counter(done.state.drops.of("group")) == {"prompt_too_long": 6 * 8}
+    assert Counter(done.state.reasons.of("group")) == {"prompt_too_long": 6 * 8}
 
 
 def test_groups_for_which_no_step_is_left_end_in_the_books():
@@ -247,7 +247,7 @@ def test_groups_for_which_no_step_is_left_end_in_the_books():
 
     cfg = config(bound=2, num_steps=3, requests=99, max_rounds=1)
     done = run_virtually(drive(cfg, SlowEngine(), judge=two_thirds_are_too_hard))
-    groups, answers = done.state.drops.of("group"), done.state.drops.of("rollout")
+    groups, answers = done.state.reasons.of("group"), done.state.reasons.of("rollout")
     assert [len(step.kept) for step in done.steps] == [2, 2, 4]
     assert groups["surplus"] == 1
     assert answers["group_surplus"] == 4

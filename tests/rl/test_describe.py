@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rl_builders import problem
 
-from klear_core.artifacts.manifest import DropCounts
+from klear_core.artifacts.manifest import ReasonCounts
 from klear_core.rl.loop import speed
 from klear_core.rl.rollout import StepRollouts
 from klear_core.rl.step_metrics import describe_groups
@@ -40,13 +40,13 @@ GROUPS = (
 
 def test_means_are_of_judged_answers_and_lengths_of_all() -> None:
     """The third answer is right without its tags: it passes, and its reward is that of its form."""
-    drops = DropCounts()
-    drops.count("group", "trained")
-    drops.count("group", "judge_failed")
-    drops.count("rollout", "trained", 2)
-    drops.count("rollout", "judge_failed")
-    drops.count("rollout", "group_judge_failed")
-    assert describe_groups(GROUPS, drops) == pytest.approx(
+    reasons = ReasonCounts()
+    reasons.count("group", "trained")
+    reasons.count("group", "judge_failed")
+    reasons.count("rollout", "trained", 2)
+    reasons.count("rollout", "judge_failed")
+    reasons.count("rollout", "group_judge_failed")
+    assert describe_groups(GROUPS, reasons) == pytest.approx(
         {
             "rl/groups/asked": 2,
             "rl/groups/kept": 1,
@@ -71,23 +71,23 @@ def test_means_are_of_judged_answers_and_lengths_of_all() -> None:
 def test_a_group_is_informative_with_positive_and_other_judged_answers() -> None:
     right, wrong = (rollout(score, score=score, num_tokens=5) for score in (1, 0))
     right = replace(right, is_positive=True)
-    drops = DropCounts()
-    drops.count("group", "trained", 4)
+    reasons = ReasonCounts()
+    reasons.count("group", "trained", 4)
     pairs = ((right, wrong), (right, right), (wrong, wrong), (right, FAILED))
-    metrics = describe_groups([RolloutGroup(problem=problem("a"), rollouts=pair) for pair in pairs], drops)
+    metrics = describe_groups([RolloutGroup(problem=problem("a"), rollouts=pair) for pair in pairs], reasons)
     assert metrics["rl/groups/informative"] == 1
     assert metrics["rl/groups/informative_frac"] == 1 / 4
     assert metrics["rl/groups/informative_per_mtok"] == pytest.approx(1e6 / (7 * 5 + 4))
 
 
 def test_when_no_answer_could_be_judged_that_is_what_is_said() -> None:
-    metrics = describe_groups([RolloutGroup(problem=problem("a"), rollouts=(FAILED, FAILED))], DropCounts())
+    metrics = describe_groups([RolloutGroup(problem=problem("a"), rollouts=(FAILED, FAILED))], ReasonCounts())
     assert metrics["rl/judge/failed_frac"] == 1
     assert "rl/reward/mean" not in metrics
 
 
 def test_speed_is_tokens_over_the_seconds_of_their_phase() -> None:
-    collected = StepRollouts(groups=GROUPS, kept=(), drops=DropCounts(), position=0, seconds=4.0)
+    collected = StepRollouts(groups=GROUPS, kept=(), reasons=ReasonCounts(), position=0, seconds=4.0)
     seconds = {"sample": 0.75, "select": 0.25, "learn": 5.0, "hand over": 0.5}
     assert speed(collected, {"rl/batch/tokens": 30.0}, seconds) == {
         "rl/time/rollout_s": 4,

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from klear_core.artifacts.manifest import DropCounts
+from klear_core.artifacts.manifest import ReasonCounts
 from klear_core.config.rewards import OverlongConfig
 from klear_core.config.rl import GroupFilterConfig, RlConfig
-from klear_core.rl.groups import drop_ledger, filter_groups
+from klear_core.rl.groups import filter_groups, reason_ledger
 from klear_core.types import (
     Completion,
     Difficulty,
@@ -65,13 +65,13 @@ def kept_of(
     groups: list[RolloutGroup], cfg: GroupFilterConfig | None = None, overlong: OverlongConfig = KEEP
 ) -> tuple[int, Counter[str]]:
     kept = filter_groups(groups, RlConfig(group_filter=cfg or GroupFilterConfig(), overlong=overlong))
-    return len(kept.groups), kept.drops.counts
+    return len(kept.groups), kept.reasons.counts
 
 
 def test_groups_of_equal_rewards_are_dropped_and_counted() -> None:
-    num_kept, drops = kept_of([group(1, 1), group(-1, -1), group(1, -1)])
+    num_kept, reasons = kept_of([group(1, 1), group(-1, -1), group(1, -1)])
     assert num_kept == 1
-    assert drops == {"group/zero_advantage": 2, "rollout/group_zero_advantage": 4}
+    assert reasons == {"group/zero_advantage": 2, "rollout/group_zero_advantage": 4}
 
 
 def test_the_filter_can_be_off() -> None:
@@ -103,9 +103,9 @@ def test_a_right_answer_without_its_tags_is_no_accurate_one() -> None:
 @pytest.mark.parametrize(("accuracy", "fate"), [(1, "group/too_hard"), (2, None), (3, "group/too_easy")])
 def test_mean_band_keeps_its_edges(accuracy: int, fate: str | None) -> None:
     cfg = GroupFilterConfig(min_accuracy=0.5, max_accuracy=0.5)
-    num_kept, drops = kept_of([group(*[1] * accuracy, *[-1] * (4 - accuracy))], cfg)
+    num_kept, reasons = kept_of([group(*[1] * accuracy, *[-1] * (4 - accuracy))], cfg)
     assert (num_kept == 1) == (fate is None)
-    assert fate is None or drops[fate] == 1
+    assert fate is None or reasons[fate] == 1
 
 
 @pytest.mark.parametrize("outcome", [o for o in Outcome if not o.counts_for_model])
@@ -114,14 +114,14 @@ def test_what_is_not_the_models_fault_leaves_the_group(outcome: Outcome) -> None
     judged = group(1, -1).rollouts
     kept = filter_groups([RolloutGroup(problem=problem("p"), rollouts=(*judged, broken))], RlConfig())
     assert kept.groups[0].rollouts == judged
-    assert kept.drops.counts == {f"rollout/{outcome}": 1}
+    assert kept.reasons.counts == {f"rollout/{outcome}": 1}
 
 
 def test_a_group_whose_judges_failed_is_dropped_for_that_reason() -> None:
     broken = tuple(rollout(-1, outcome=Outcome.SANDBOX_FAILED) for _ in range(3))
-    num_kept, drops = kept_of([RolloutGroup(problem=problem("p"), rollouts=(*group(1).rollouts, *broken))])
+    num_kept, reasons = kept_of([RolloutGroup(problem=problem("p"), rollouts=(*group(1).rollouts, *broken))])
     assert num_kept == 0
-    assert drops == {"rollout/sandbox_failed": 3, "group/sandbox_failed": 1, "rollout/group_sandbox_failed": 1}
+    assert reasons == {"rollout/sandbox_failed": 3, "group/sandbox_failed": 1, "rollout/group_sandbox_failed": 1}
 
 
 def test_overlong_answers_leave_the_group_only_if_asked() -> None:
@@ -130,7 +130,7 @@ def test_overlong_answers_leave_the_group_only_if_asked() -> None:
     assert len(filter_groups([mixed], RlConfig()).groups[0].rollouts) == 3
     dropped = filter_groups([mixed], RlConfig(overlong=DROP))
     assert len(dropped.groups[0].rollouts) == 2
-    assert dropped.drops.counts == {"rollout/overlong": 1}
+    assert dropped.reasons.counts == {"rollout/overlong": 1}
 
 
 def test_aborted_answers_never_count() -> None:
@@ -144,13 +144,13 @@ def test_no_survivor_is_a_result() -> None:
 
 
 def test_ledger_adds_up_by_unit() -> None:
-    drops = DropCounts()
-    drops.count("group", "trained", 3)
-    drops.count("group", "zero_advantage")
-    drops.count("rollout", "trained", 24)
-    drops.count("rollout", "group_zero_advantage", 7)
-    drops.count("rollout", "judge_failed")
-    groups, rollouts = drop_ledger(drops)
+    reasons = ReasonCounts()
+    reasons.count("group", "trained", 3)
+    reasons.count("group", "zero_advantage")
+    reasons.count("rollout", "trained", 24)
+    reasons.count("rollout", "group_zero_advantage", 7)
+    reasons.count("rollout", "judge_failed")
+    groups, rollouts = reason_ledger(reasons)
     assert (groups.num_in, groups.num_out, groups.dropped) == (4, 3, {"zero_advantage": 1})
     assert (rollouts.num_in, rollouts.num_out, rollouts.dropped) == (
         32,

@@ -25,7 +25,7 @@ from rl_builders import (
 from safetensors.torch import load_file
 
 from klear_core.artifacts.bucket import LeaseTimes
-from klear_core.artifacts.manifest import DropCounts, LedgerStep, StageSummary
+from klear_core.artifacts.manifest import LedgerStep, ReasonCounts, StageSummary
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.records import read_shard, shard_name, write_shard
 from klear_core.config.evaluate import SamplingConfig, TorchEngineConfig
@@ -131,7 +131,7 @@ def test_a_curriculum_that_samples_ahead_resumes_with_the_state_of_its_checkpoin
         run(cfg, base, tmp_path, telemetry=Recorder(fail_at=3))
     state, telemetry = run(cfg, base, tmp_path)
     assert telemetry.steps == [3, 4, 5]
-    assert sum(state.drops.of("pool").values()) == state.position == 5 * 4
+    assert sum(state.reasons.of("pool").values()) == state.position == 5 * 4
     assert sum(seen.judged for seen in state.curriculum.seen.values()) == pytest.approx(5 * 4 * 4)
 
 
@@ -357,7 +357,7 @@ def test_an_answer_sampled_across_an_update_trains_and_is_as_old_as_its_oldest_t
 def test_staleness_reaches_its_bound_and_stays_there(base: Path, tmp_path: Path, bound: int) -> None:
     state, telemetry = run(rl_config(num_steps=6, max_staleness=bound), base, tmp_path)
     assert max(row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]) == bound
-    assert "stale" not in state.drops.of("rollout")
+    assert "stale" not in state.reasons.of("rollout")
 
 
 @pytest.mark.parametrize("killed_at", [None, 3])
@@ -372,7 +372,7 @@ def test_continuous_rollouts_train_all_steps_within_the_bound_and_resume(
     state, telemetry = run(cfg, base, tmp_path)
     assert telemetry.steps == list(range(killed_at or 1, 6))
     assert max(row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]) <= 2
-    groups, answers = state.drops.of("group"), state.drops.of("rollout")
+    groups, answers = state.reasons.of("group"), state.reasons.of("rollout")
     assert "stale" not in answers
     assert sum(answers.values()) == 4 * sum(groups.values())
     assert sum(groups.values()) == state.position  # every prompt that was asked
@@ -400,7 +400,7 @@ def test_on_policy_single_updates_are_remarked_upon_once_in_the_run_and_in_its_n
 
 def test_steps_without_an_update_do_not_repeat_the_remark(caplog: pytest.LogCaptureFixture) -> None:
     progress = RlState()
-    collected = StepRollouts(groups=(), kept=(), drops=DropCounts(), position=0, seconds=0.0)
+    collected = StepRollouts(groups=(), kept=(), reasons=ReasonCounts(), position=0, seconds=0.0)
     for num_updates in (0, 1, 0, 0, 1):
         ratios = {"rl/ratio/max": 1.0, "rl/ratio/min": 1.0} if num_updates else {}
         metrics = {"rl/optim/updates": num_updates, "rl/optim/skipped": 0, **ratios}
@@ -422,7 +422,7 @@ def test_a_prompt_that_fills_the_models_window_is_left_out_and_ends_no_run(base:
     job = RlSetup(cfg=rl_config(), model=base, seed=0, workdir=tmp_path)
     state = asyncio.run(run_rl(job, problems, low_byte_judge, Recorder(), LocalWorkers()))
     assert state.step == 3
-    assert state.drops.of("group")["prompt_too_long"] >= 1
+    assert state.reasons.of("group")["prompt_too_long"] >= 1
 
 
 def test_steps_without_a_survivor_change_nothing_and_end_cleanly(
@@ -444,7 +444,7 @@ def test_steps_without_a_survivor_change_nothing_and_end_cleanly(
 
 def test_state_survives_as_plain_numbers() -> None:
     state = RlState(step=3, position=12, largest_ratio_gap=0.25)
-    state.drops.count("group", "trained", 5)
+    state.reasons.count("group", "trained", 5)
     assert RlState.of(state.counters()) == state
 
 
@@ -452,7 +452,7 @@ def test_skipped_updates_are_counted_over_all_steps_and_noted() -> None:
     state = RlState()
     for updates, skipped in ((3, 1), (4, 0), (0, 4)):
         state.add_step(
-            {"rl/optim/updates": updates, "rl/optim/skipped": skipped}, DropCounts(), position=0, sampled_tokens=0
+            {"rl/optim/updates": updates, "rl/optim/skipped": skipped}, ReasonCounts(), position=0, sampled_tokens=0
         )
     choice = LedgerStep(step="choose_domain", unit="problem", num_in=0, num_out=0)
     notes = state.summary(choice, minibatches_per_step=2, seed=0).notes
@@ -542,11 +542,11 @@ def test_groups_that_seldom_teach_are_a_warning_and_surplus_is_no_loss(
     tmp_path: Path, num_taught: int, num_warnings: int
 ) -> None:
     state = RlState(step=3)
-    state.drops.count("group", "trained", num_taught)
-    state.drops.count("group", "zero_advantage", 1000 - num_taught)
-    state.drops.count("group", "surplus", 5000)
+    state.reasons.count("group", "trained", num_taught)
+    state.reasons.count("group", "zero_advantage", 1000 - num_taught)
+    state.reasons.count("group", "surplus", 5000)
     assert len(check_trained_share(state, RareYieldLimits(), shown=tmp_path)) == num_warnings
-    state.drops.count("group", "too_hard", 1000 * num_taught)
+    state.reasons.count("group", "too_hard", 1000 * num_taught)
     with pytest.raises(DataError, match="too_hard"):
         check_trained_share(state, RareYieldLimits(), shown=tmp_path)
 

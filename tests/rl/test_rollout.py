@@ -133,13 +133,13 @@ def test_without_refill_a_step_takes_what_one_round_gives(tokenizer: object) -> 
     collected, _ = collect(lambda *_: FakeAnswer(text="right"), tokenizer, config())
     assert collected.kept == ()
     assert collected.position == 4
-    assert collected.drops.of("group") == {"zero_advantage": 4}
+    assert collected.reasons.of("group") == {"zero_advantage": 4}
 
 
 def test_refill_ends_when_the_step_is_full_and_counts_the_surplus(tokenizer: object) -> None:
     collected, _ = collect(alternating, tokenizer, config(max_rounds=5, groups_per_step=3))
     assert len(collected.kept) == 3
-    total = Counter(collected.drops.of("group")).total() + len(collected.kept)
+    total = Counter(collected.reasons.of("group")).total() + len(collected.kept)
     assert total == len(collected.groups) == collected.position
 
 
@@ -161,8 +161,8 @@ def test_surplus_groups_are_given_up_once_enough_are_informative_if_so_set(token
     collected, engine = collect(late, tokenizer, config(oversample=2.0, surplus="cancel"))
     assert len(engine.requests) == 8 * 4
     assert len(collected.kept) == len(collected.groups) == 4
-    assert collected.drops.of("group") == {"cancelled": 4}
-    assert collected.drops.of("rollout") == {"group_cancelled": 16}
+    assert collected.reasons.of("group") == {"cancelled": 4}
+    assert collected.reasons.of("rollout") == {"group_cancelled": 16}
     assert collected.position == 8
 
 
@@ -176,7 +176,7 @@ def test_long_prompts_are_left_out_and_counted(tokenizer: object) -> None:
     collected, engine = collect(alternating, tokenizer, config(max_prompt_tokens=5))
     assert collected.groups == ()
     assert engine.requests == []
-    assert collected.drops.counts == {"group/prompt_too_long": 4}
+    assert collected.reasons.counts == {"group/prompt_too_long": 4}
 
 
 def test_length_penalty_comes_off_the_reward(tokenizer: object) -> None:
@@ -236,5 +236,5 @@ def test_unjudged_answers_leave_their_group(tokenizer: object) -> None:
         return RIGHT if response == "right" else replace(WRONG, outcome=Outcome.JUDGE_FAILED)
 
     collected, _ = collect(alternating, tokenizer, config(), fails_on_wrong)
-    assert collected.drops.of("rollout").get("judge_failed", 0) > 0
+    assert collected.reasons.of("rollout").get("judge_failed", 0) > 0
     assert collected.kept == ()

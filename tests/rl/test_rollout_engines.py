@@ -465,8 +465,8 @@ def test_asynchronous_rl_survives_a_kill_within_its_bound_and_its_books_add_up(
     state = run(cfg, base, tmp_path, judge, telemetry=telemetry)
     assert telemetry.steps == [1, 2, 3]
     assert judge.num_seen == 32 * 3
-    assert sum(state.drops.of("group").values()) == 4 * 3
-    assert sum(state.drops.of("rollout").values()) == 32 * 3
+    assert sum(state.reasons.of("group").values()) == 4 * 3
+    assert sum(state.reasons.of("rollout").values()) == 32 * 3
     assert {row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]} <= {0, 1}
 
 

@@ -88,19 +88,19 @@ def test_masked_overlong_answers_shape_the_advantages_but_are_not_learnt() -> No
         oldest_allowed=0,
     )
     assert [r.advantage for r in found.rows] == [1]
-    assert found.drops.counts == {"rollout/trained": 1, "rollout/overlong": 1, "group/trained": 1}
+    assert found.reasons.counts == {"rollout/trained": 1, "rollout/overlong": 1, "group/trained": 1}
 
 
 def test_answers_older_than_the_bound_never_train() -> None:
     old, young = rollout(1, versions=(2, 3)), rollout(-1, versions=(3, 4))
     found = to_samples([group(old, young)], CENTRED, oldest_allowed=3)
     assert [r.oldest_version for r in found.rows] == [3]
-    assert found.drops.counts["rollout/stale"] == 1
+    assert found.reasons.counts["rollout/stale"] == 1
 
 
 def test_a_group_without_a_row_left_is_counted() -> None:
     found = to_samples([group(rollout(1, versions=(0,)), rollout(-1, versions=(0,)))], CENTRED, oldest_allowed=1)
-    assert found.drops.counts == {"rollout/stale": 2, "group/all_masked": 1}
+    assert found.reasons.counts == {"rollout/stale": 2, "group/all_masked": 1}
 
 
 def test_minibatches_hold_every_row_once_and_differ_by_at_most_one_row() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rl_builders import problem
 
 from klear_core.config.rl import CurriculumConfig
-from klear_core.rl.groups import drop_ledger
+from klear_core.rl.groups import reason_ledger
 from klear_core.rl.state import RlState
 from klear_core.rl.step_metrics import describe_groups
 from klear_core.rl.stream import Curriculum, CurriculumState, PromptStream, Seen, mixed_probability
@@ -273,12 +273,12 @@ def test_an_id_may_have_any_characters() -> None:
 def test_pools_are_in_the_ledger_and_in_the_metrics() -> None:
     state = RlState(curriculum=CurriculumState(seen={"a": Seen(right=1, judged=8, step=0)}))
     for pool, count in (("new", 3), ("mixed", 1)):
-        state.drops.count("pool", pool, count)
-    state.drops.count("group", "trained")
-    state.drops.count("group", "zero_advantage", 3)
-    (groups, _) = drop_ledger(state.drops)
+        state.reasons.count("pool", pool, count)
+    state.reasons.count("group", "trained")
+    state.reasons.count("group", "zero_advantage", 3)
+    (groups, _) = reason_ledger(state.reasons)
     assert groups.noted == {"from_mixed": 1, "from_new": 3}
-    metrics = describe_groups([group("a", 1, 7)], state.drops)
+    metrics = describe_groups([group("a", 1, 7)], state.reasons)
     shares = {name: value for name, value in metrics.items() if name.startswith("rl/curriculum/")}
     assert shares == {
         "rl/curriculum/new_frac": 0.75,

@@ -12,7 +12,7 @@ from fake_engine import FakeAnswer, FakeEngine
 from pydantic import ValidationError
 from rl_builders import problem, rl_config, tiny_base
 
-from klear_core.artifacts.manifest import DropCounts
+from klear_core.artifacts.manifest import ReasonCounts
 from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.rewards import CustomReward, RewardConfig
 from klear_core.config.rl import RlConfig, RolloutConfig
@@ -91,7 +91,7 @@ def test_each_reward_has_its_mean_and_its_share_of_failures_and_stays_out_of_the
         rollout({"a": 3.0, "b": None}, reward=50),
         rollout({"a": 2.0, "b": 2.0}, reward=3),
     )
-    metrics = describe_groups([RolloutGroup(problem=problem("q"), rollouts=rollouts)], DropCounts())
+    metrics = describe_groups([RolloutGroup(problem=problem("q"), rollouts=rollouts)], ReasonCounts())
     rewards = {name: value for name, value in metrics.items() if name.startswith("rl/reward/")}
     assert rewards == pytest.approx(
         {
@@ -107,7 +107,7 @@ def test_each_reward_has_its_mean_and_its_share_of_failures_and_stays_out_of_the
 
 def test_a_reward_that_failed_on_all_answers_has_no_mean() -> None:
     group = RolloutGroup(problem=problem("q"), rollouts=(rollout({"a": None}),))
-    metrics = describe_groups([group], DropCounts())
+    metrics = describe_groups([group], ReasonCounts())
     assert metrics["rl/reward/a/failed_frac"] == 1
     assert not {"rl/reward/a/mean", "rl/reward/mean"} & metrics.keys()
 
@@ -119,7 +119,7 @@ def test_an_answer_without_a_value_leaves_its_group_and_is_counted_by_name() -> 
     )
     kept = filter_groups([group], RlConfig())
     assert [r.reward for r in kept.groups[0].rollouts] == [2, 0]
-    assert kept.drops.of("rollout") == {"reward_a_failed": 1}
+    assert kept.reasons.of("rollout") == {"reward_a_failed": 1}
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_users_reward_decides_what_is_learnt_and_an_answer_that_it_fails_on_ha
     }
     failed = {r.completion.text: r.failed_rewards for r in group.rollouts}
     assert failed == {"a": (), "bad": ("fussy",), "slow": ("fussy",), "aaaa": ()}
-    assert collected.drops.of("rollout") == {}
+    assert collected.reasons.of("rollout") == {}
     rows = to_samples([group], cfg_with(), oldest_allowed=0).rows
     mean, std = 0.5 * 12 / 4, 0.375**0.5  # of 0.5, 1.5, 2 and 2: squares of 1, 0, 0.5 and 0.5 make 1.5 in all
     assert [row.advantage for row in rows] == pytest.approx([(x - mean) / std for x in (0.5, 1.5, 2, 2)], abs=1e-4)
@@ -202,7 +202,7 @@ def test_answers_that_a_reward_fails_on_do_not_stop_the_stage(tmp_path: Path) ->
         "4444": 1.0,
         "55555": 0.5,
     }
-    metrics = describe_groups(collected.groups, DropCounts())
+    metrics = describe_groups(collected.groups, ReasonCounts())
     assert metrics["rl/reward/long/failed_frac"] == 0.5
     assert metrics["rl/reward/long/mean"] == 0.75
     assert metrics["rl/reward/mean"] == -1 + (0.5 + 0.5 + 1 + 0.5) / 4
@@ -227,7 +227,7 @@ def test_a_reward_that_fails_on_every_answer_of_a_group_leaves_nothing_to_compar
     cfg = RewardConfig(custom=(CustomReward(function="m:a"),))
     filled = with_failed_values([rollout({"a": FAILED_ON_ANSWER}), rollout({"a": None})], cfg)
     kept = filter_groups([RolloutGroup(problem=problem("q"), rollouts=filled)], RlConfig(reward=cfg))
-    assert kept.drops.of("rollout") == {"reward_a_failed": 2}
+    assert kept.reasons.of("rollout") == {"reward_a_failed": 2}
 
 
 @pytest.mark.usefixtures("source")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from klear_core.artifacts.manifest import DropCounts, LedgerStep, StageSummary, check_yield
+from klear_core.artifacts.manifest import LedgerStep, ReasonCounts, StageSummary, check_yield
 from klear_core.artifacts.store import SCRATCH
 from klear_core.config.curate import CurateConfig, DecontaminateConfig, ExecutorConfig, LocalExecutorConfig
 from klear_core.config.data import FileSource
@@ -198,7 +198,7 @@ def _check_floors(plan: Plan, segments: Segments) -> Iterator[str]:
 
 
 def _ledger(state: State, leaks: LeakCounts) -> tuple[LedgerStep, ...]:
-    plan, merged, drops = state.plan, state.merged, DropCounts()
+    plan, merged, drops = state.plan, state.merged, ReasonCounts()
     rows, clean, kept = Counter[str](), Counter[str](), Counter[str]()
     tags = np.zeros(len(TAGS), dtype=np.int64)
     for part, own in state.segments.each():
