@@ -242,14 +242,14 @@ def opd_rollouts(job: OpdRolloutsJob, inputs: Inputs, *, workdir: Path, telemetr
 
 @stage
 def opd_scores(job: OpdScoresJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Score the answers of `rollouts`, which `student` gave to `problems`, with the log-probs of `teacher`."""
+    """Add the log-probs of `teacher` to the answers of `rollouts`, which `student` gave to `problems`."""
     from klear_core.opd.rollouts import answers_of
-    from klear_core.opd.teacher_scores import score_rollouts
+    from klear_core.opd.teacher_logps import write_teacher_logps
 
     teacher, cfg = inputs["teacher"].path, job.runtime
     answers = answers_of(inputs["rollouts"].path, inputs["problems"].path if job.domain else None, job.domain)
     with open_engines_and_judges(cfg.engine, cfg.runtime, teacher, section=f"opd.{job.teacher}") as compute:
-        return score_rollouts(
+        return write_teacher_logps(
             cfg,
             student=inputs["student"].path,
             teacher=teacher,
@@ -311,7 +311,7 @@ def rl(job: RlJob, inputs: Inputs, *, workdir: Path, telemetry: Telemetry) -> St
 def _teacher_of(job: RlJob, inputs: Inputs, workdir: Path) -> OpenTeacher:
     """Return what starts the teacher of the stage's answers: an engine in this process, or endpoints."""
     from klear_core.generate.factory import start_with_endpoints
-    from klear_core.opd.teacher_scores import live_teacher
+    from klear_core.opd.teacher_logps import live_teacher
 
     cfg, model = job.teacher, inputs["teacher"].path
     assert cfg is not None

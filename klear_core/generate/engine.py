@@ -39,7 +39,7 @@ class SamplingParams:
     max_new_tokens: int
     seed: int
     scored_ids: tuple[int, ...] = ()
-    """Tokens to score in place of sampling, as `score` asks; empty: sample."""
+    """Tokens whose log-probs are wanted in place of sampled ones, as `logps_of` asks; empty: sample."""
     num_top: int = 0
     """With `scored_ids`: how many of the likeliest tokens to tell in place of each."""
 
@@ -63,7 +63,7 @@ def one_sample(sampling: SamplingConfig, *, seed: int) -> SamplingParams:
     )
 
 
-async def score(
+async def logps_of(
     engine: InferenceEngine,
     prompt_ids: Sequence[int],
     answer_ids: Sequence[int],
@@ -75,8 +75,8 @@ async def score(
 
     With `num_top` it also has that many of the model's likeliest tokens at each place, the likeliest first. Log-probs
     are those of `log_softmax(logits / temperature)`, as the learner's. Raise ValueError if prompt and answer do
-    not fit the window (ours), or leave no room there for one more token (the others), or if the engine cannot score at
-    this temperature: vLLM and endpoints can at 1 alone.
+    not fit the window (ours), or leave no room there for one more token (the others), or if the engine cannot tell
+    them at this temperature: vLLM and endpoints can at 1 alone.
     """
     params = SamplingParams(
         num_samples=1,
@@ -103,8 +103,8 @@ def check_room(num_prompt: int, params: SamplingParams, max_len: int) -> None:
         raise ValueError(f"prompt of {num_tokens} tokens: 1 to {max_len - 1} leave room for an answer")
 
 
-def check_scored_at_1(params: SamplingParams, engine_name: str) -> None:
-    """Raise ValueError for tokens to score at another temperature."""
+def check_logps_at_1(params: SamplingParams, engine_name: str) -> None:
+    """Raise ValueError if the log-probs of given tokens are wanted at another temperature."""
     if params.scored_ids and params.temperature != 1:
         raise ValueError(f"the {engine_name} scores given tokens at temperature 1, not {params.temperature:g}")
 
@@ -117,7 +117,7 @@ def scored(
     top_ids: Sequence[int] = (),
     top_logps: Sequence[float] = (),
 ) -> Completion:
-    """Return the completion that answers a request to score tokens. It has no text: the caller knows the tokens."""
+    """Return the completion that answers a request for log-probs of given tokens. It has no text: the caller has it."""
     return Completion(
         text="",
         token_ids=params.scored_ids,
@@ -186,7 +186,7 @@ class InferenceEngine(Protocol):
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.num_samples` completions of one prompt, in sample order; with `params.scored_ids` the one that
-        has these tokens, with their log-probs (see `score`).
+        has these tokens, with their log-probs (see `logps_of`).
 
         Raise ValueError if the prompt leaves no room.
         """

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from klear_core.config.evaluate import HttpEngineConfig
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.engine import OpenRequests, SamplingParams, check_room, check_scored_at_1, scored
+from klear_core.generate.engine import OpenRequests, SamplingParams, check_logps_at_1, check_room, scored
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, FinishReason
 
@@ -58,7 +58,7 @@ class _ScoredChoice(BaseModel):
     """Of each token of the prompt, by token id; none of the first."""
 
 
-class _ScoredReply(BaseModel):
+class _LogpsReply(BaseModel):
     choices: list[_ScoredChoice]
 
 
@@ -106,9 +106,9 @@ class HttpEngine:
         Raise ValueError if the endpoint finds no room for the prompt, ConfigError if it refuses the request or gives no
         token ids, ResourceError if it stays busy or unreachable through all retries.
         """
-        check_scored_at_1(params, "endpoint")
+        check_logps_at_1(params, "endpoint")
         if params.scored_ids:
-            return [await self._open.run(self._scored(list(prompt_ids), params))]
+            return [await self._open.run(self._logps_of_given(list(prompt_ids), params))]
         return await self._open.run(self._samples(list(prompt_ids), params))
 
     @property
@@ -143,8 +143,8 @@ class HttpEngine:
         check_room(prompt_len, params, max_len)
         return max_len - prompt_len
 
-    async def _scored(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        """Return the scored tokens: they are part of the prompt, of which vLLM's server tells the log-probs."""
+    async def _logps_of_given(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        """Return the given tokens with log-probs: they are part of the prompt, of which vLLM's server tells these."""
         await self._room(len(prompt_ids), params)
         token_ids = [*prompt_ids, *params.scored_ids]
         body: dict[str, object] = {
@@ -156,7 +156,7 @@ class HttpEngine:
         }
         content = await self._request("POST", "completions", body)
         try:
-            (choice,) = _ScoredReply.model_validate_json(content).choices
+            (choice,) = _LogpsReply.model_validate_json(content).choices
             told = choice.prompt_logprobs[len(prompt_ids) :]
             logps = [(of_place or {})[token].logprob for token, of_place in zip(params.scored_ids, told, strict=True)]
             # A token that is there and not among the likeliest is less likely than they are: it comes last.

@@ -30,8 +30,8 @@ from klear_core.generate.engine import (
     SamplingParams,
     WeightOffer,
     WeightSource,
+    check_logps_at_1,
     check_room,
-    check_scored_at_1,
     dump_offer,
     scored,
 )
@@ -167,10 +167,10 @@ class VllmEngine:
     ) -> list[Completion]:
         """Return what `generate` does, and call `on_tokens` with each output of vLLM before the last."""
         check_room(len(prompt_ids), params, self._max_len)
-        check_scored_at_1(params, "vLLM engine")
+        check_logps_at_1(params, "vLLM engine")
         try:
             if params.scored_ids:
-                return [await self._open.run(self._scored(list(prompt_ids), params))]
+                return [await self._open.run(self._logps_of_given(list(prompt_ids), params))]
             return await self._open.run(self._samples(list(prompt_ids), params, on_tokens))
         except ResourceError as error:
             raise self._output.error(str(error)) from error
@@ -294,8 +294,8 @@ class VllmEngine:
             raise ResourceError(f"the vLLM engine process failed: {error!r}") from error
         raise ResourceError("vLLM ended a request without an answer")
 
-    async def _scored(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        """Return the scored tokens: they are part of vLLM's prompt, whose log-probs it tells at temperature 1."""
+    async def _logps_of_given(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        """Return the given tokens with log-probs: they are part of vLLM's prompt, which has them at temperature 1."""
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError

@@ -22,7 +22,7 @@ from klear_core.config.evaluate import (
     VllmRuntime,
 )
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import InferenceEngine, PooledEngine, SamplingParams, TrainableEngine, score
+from klear_core.generate.engine import InferenceEngine, PooledEngine, SamplingParams, TrainableEngine, logps_of
 from klear_core.generate.factory import (
     EndpointMember,
     EngineSpec,
@@ -286,7 +286,7 @@ def test_a_scored_answer_has_the_log_probs_that_it_was_sampled_with(running: Run
     async def body(engine: InferenceEngine) -> None:
         for prompt in PROMPTS:
             for completion in await engine.generate(prompt, params()):
-                found = await score(engine, prompt, completion.token_ids)
+                found = await logps_of(engine, prompt, completion.token_ids)
                 assert found.logps == pytest.approx(completion.logps, abs=1e-4)
 
     running.run(body)
@@ -305,7 +305,7 @@ def test_scores_are_the_learners_log_probs_of_any_tokens(running: Running, folde
     ]
 
     async def body(engine: InferenceEngine) -> None:
-        requests = [score(engine, prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True)]
+        requests = [logps_of(engine, prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True)]
         for row, found in zip(rows, await asyncio.gather(*requests), strict=True):
             (micro,) = pack([row], tokens_per_microbatch=1 << 20).micro_batches
             learners = model(micro, partial(token_logps, target_N=micro.target_N)).logp_N.tolist()
@@ -325,7 +325,7 @@ def test_the_likeliest_tokens_are_the_models(running: Running, folder: Path) -> 
     wanted = torch.log_softmax(logits_NV, -1).topk(3, dim=1)
 
     async def body(engine: InferenceEngine) -> None:
-        found = await score(engine, prompt, answer, num_top=3)
+        found = await logps_of(engine, prompt, answer, num_top=3)
         assert found.top_ids == tuple(wanted.indices.flatten().tolist())
         assert found.top_logps == pytest.approx(wanted.values.flatten().tolist(), abs=1e-4)
 
@@ -336,11 +336,11 @@ def test_tokens_to_score_must_fit_the_window(running: Running) -> None:
     longest = MAX_LEN - 100 if running.scores_to_end else MAX_LEN - 101
 
     async def body(engine: InferenceEngine) -> None:
-        found = await score(engine, [65] * 100, [65] * longest)
+        found = await logps_of(engine, [65] * 100, [65] * longest)
         assert len(found.logps) == longest
         for prompt, answer in (([], [65]), ([65] * 100, [65] * (longest + 1))):
             with pytest.raises(ValueError, match="leave room"):
-                await score(engine, prompt, answer)
+                await logps_of(engine, prompt, answer)
 
     running.run(body)
 

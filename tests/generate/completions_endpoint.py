@@ -5,7 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 
-from klear_core.generate.engine import InferenceEngine, SamplingParams, score
+from klear_core.generate.engine import InferenceEngine, SamplingParams, logps_of
 
 MODEL = "tiny"
 
@@ -58,7 +58,7 @@ async def _scored_reply(engine: InferenceEngine, asked: dict[str, list[int]]) ->
     assert (asked["max_tokens"], asked["temperature"]) == (1, 1.0)
     first, *others = asked["prompt"]
     k = asked["prompt_logprobs"]
-    found = await score(engine, [first], others, num_top=k)
+    found = await logps_of(engine, [first], others, num_top=k)
     told = []
     for i, (token, logp) in enumerate(zip(others, found.logps, strict=True)):
         top = zip(found.top_ids[i * k : i * k + k], found.top_logps[i * k : i * k + k], strict=True)

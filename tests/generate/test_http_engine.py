@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from klear_core.config.evaluate import HttpEngineConfig, HttpRuntime
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.engine import SamplingParams, score
+from klear_core.generate.engine import SamplingParams, logps_of
 from klear_core.generate.http_engine import HttpEngine
 from klear_core.seeding import seed_for
 
@@ -210,9 +210,9 @@ def test_the_key_comes_from_the_named_variable(monkeypatch: pytest.MonkeyPatch) 
 def test_an_endpoint_without_log_probs_of_its_prompt_cannot_score() -> None:
     async def body(engine: HttpEngine) -> None:
         with pytest.raises(ConfigError, match="cannot score given tokens"):
-            await score(engine, [1, 2], [3])
+            await logps_of(engine, [1, 2], [3])
         with pytest.raises(ValueError, match="scores given tokens at temperature 1"):
-            await score(engine, [1, 2], [3], temperature=0.5)
+            await logps_of(engine, [1, 2], [3], temperature=0.5)
 
     for answer in (ANSWER, {"choices": [{"prompt_logprobs": [None, {"2": {"logprob": -1}}, {"4": {"logprob": -1}}]}]}):
         run(lambda _n, _request, answer=answer: (200, answer), body)

@@ -31,7 +31,7 @@ from klear_core.errors import ConfigError, DataError
 from klear_core.generate.engine import SamplingParams
 from klear_core.generate.factory import EngineSpec, Sampler, start_here
 from klear_core.metrics import NullTelemetry
-from klear_core.opd.teacher_scores import live_teacher, scored_by
+from klear_core.opd.teacher_logps import live_teacher, with_teacher_logps
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
 from klear_core.rl.loop import Extras, OpenTeacher, run_rl, train_rl
 from klear_core.train.base_model import prepare_base
@@ -81,7 +81,7 @@ def test_rows_of_a_step_are_scored_as_stored_answers_are_and_keep_their_order(
             together = await score(rows)
         spec = EngineSpec.of_model(TEACHER.engine, teacher, num_threads=1, seed=0, workdir=tmp_path, answer_tokens=9)
         sampler: Sampler = await start_here(spec)
-        alone = [await scored_by(sampler.engine, row, temperature=1.0, num_top=4) for row in rows]
+        alone = [await with_teacher_logps(sampler.engine, row, temperature=1.0, num_top=4) for row in rows]
         await sampler.engine.close()
         return together, alone
 

@@ -34,7 +34,7 @@ from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.factory import EngineSpec, Sampler
 from klear_core.metrics import NullTelemetry
 from klear_core.opd.rollouts import answers_of, sample_rollouts
-from klear_core.opd.teacher_scores import score_rollouts, scored_by
+from klear_core.opd.teacher_logps import with_teacher_logps, write_teacher_logps
 from klear_core.rl.learner import Learner
 from klear_core.rl.offline import RowStore, train_offline
 from klear_core.train.base_model import model_folder, prepare_base
@@ -77,7 +77,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory, student: Path, problems: 
 @pytest.fixture(scope="module")
 def scores(tmp_path_factory: pytest.TempPathFactory, student: Path, teacher: Path, rollouts: Path) -> Path:
     folder = tmp_path_factory.mktemp("scores")
-    score_rollouts(
+    write_teacher_logps(
         TEACHER, student=student, teacher=teacher, answers=answers_of(rollouts), temperature=1.0, workdir=folder
     )
     return folder
@@ -94,7 +94,7 @@ def test_teachers_score_the_answers_of_their_domain_and_the_student_learns_from_
     kinds = [problem(f"q{i}", domain=Domain.CODE if i in (1, 3) else Domain.MATH) for i in range(5)]
     problems = problem_artifact(tmp_path / "problems", kinds)
     for domain, of in ((Domain.MATH, teacher), (Domain.CODE, student)):
-        score_rollouts(
+        write_teacher_logps(
             TEACHER, student=student, teacher=of, answers=answers_of(rollouts, problems, domain), temperature=1.0,
             workdir=tmp_path / domain,
         )  # fmt: skip
@@ -118,7 +118,7 @@ def test_an_answer_that_ends_at_the_window_is_scored_to_its_last_token(student: 
     (answer,) = answers_of(tmp_path / "rollouts")
     assert len(answer.token_ids) == window
     assert made.counts["cut"] == 1
-    score_rollouts(
+    write_teacher_logps(
         TEACHER, student=student, teacher=student, answers=[answer], temperature=1.0, workdir=tmp_path / "scores"
     )
     (row,) = rows_of(tmp_path / "scores" / "scored")
@@ -211,7 +211,7 @@ def test_scores_resume_by_shard_with_the_same_result(
             return Sampler(engine=started[-1], limit=1)
 
         try:
-            score_rollouts(
+            write_teacher_logps(
                 TEACHER,
                 student=student,
                 teacher=teacher,
@@ -253,7 +253,7 @@ def test_what_a_teachers_vocabulary_is_rounded_up_by_is_no_token_to_learn(
     hf.resize_token_embeddings(384, mean_resizing=False)
     hf.get_input_embeddings().weight.data[320:].normal_(0, 0.1)
     hf.save_pretrained(folder)
-    score_rollouts(
+    write_teacher_logps(
         TEACHER, student=student, teacher=folder, answers=answers_of(rollouts), temperature=1.0, workdir=tmp_path
     )
     rows = rows_of(tmp_path / "scored")
@@ -280,7 +280,7 @@ def test_a_teacher_of_other_tokens_is_refused_before_it_is_loaded(
     with pytest.raises(
         ConfigError, match=r"1 of the student's tokens have another id, or none, for the teacher \('<\|im_start\|>'\)"
     ):
-        score_rollouts(
+        write_teacher_logps(
             TEACHER,
             student=student,
             teacher=other,
@@ -295,10 +295,10 @@ def test_a_teacher_of_other_tokens_is_refused_before_it_is_loaded(
 def test_an_answer_that_the_teacher_cannot_score_stops_the_stage(rollouts: Path) -> None:
     (row, *_) = rows_of(rollouts / "rollouts")
     with pytest.raises(DataError, match="the teacher's engine refuses an answer: prompt of"):
-        asyncio.run(scored_by(FakeEngine(lambda *_: FakeAnswer(text=""), max_len=5), row, temperature=1.0))
+        asyncio.run(with_teacher_logps(FakeEngine(lambda *_: FakeAnswer(text=""), max_len=5), row, temperature=1.0))
     nan = FakeEngine(lambda *_: FakeAnswer(text="", logp=float("nan")))
     with pytest.raises(DataError, match="log-probs of an answer are NaN"):
-        asyncio.run(scored_by(nan, row, temperature=1.0))
+        asyncio.run(with_teacher_logps(nan, row, temperature=1.0))
 
 
 def train_config(**changes: object) -> RlConfig:

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.decoder.torch_engine import TorchEngine
-from klear_core.generate.engine import SamplingParams, score
+from klear_core.generate.engine import SamplingParams, logps_of
 from klear_core.types import Completion
 
 MAX_LEN = 256
@@ -386,7 +386,7 @@ def test_scores_are_those_of_the_temperature_and_every_family(tmp_path: Path) ->
 
         async def body(folder: Path = folder) -> tuple[float, ...]:
             engine = TorchEngine(folder, TorchEngineConfig(), num_threads=1)
-            found = await score(engine, [65], answer, temperature=0.5)
+            found = await logps_of(engine, [65], answer, temperature=0.5)
             await engine.close()
             return found.logps
 

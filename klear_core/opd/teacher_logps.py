@@ -17,7 +17,7 @@ from klear_core.artifacts.records import Shard, plan_shards, read_shards, work_s
 from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.opd import OpdTeacherConfig
 from klear_core.errors import DataError
-from klear_core.generate.engine import InferenceEngine, score
+from klear_core.generate.engine import InferenceEngine, logps_of
 from klear_core.generate.factory import EngineSpec, Sampler, StartSampler, running, start_here
 from klear_core.generate.pool import expect
 from klear_core.hf_config import read_hf_config
@@ -27,12 +27,12 @@ from klear_core.train.base_model import model_folder
 from klear_core.types import TeacherLogps, TrainSample
 
 SCORED = "scored"
-"""Folder of the scored answers in the artifact."""
+"""Folder of the answers with a teacher's log-probs in the artifact."""
 _NEVER = -1e4
 """Log-prob of what has probability 0; finite, so that products with it are."""
 
 
-def score_rollouts(
+def write_teacher_logps(
     cfg: OpdTeacherConfig,
     *,
     student: Path,
@@ -45,8 +45,8 @@ def score_rollouts(
 ) -> StageSummary:
     """Write answers of the student with the teacher's log-probs of their tokens to `workdir/scored`.
 
-    Raise ConfigError if teacher and student have different tokens, DataError if the teacher scores one as NaN or an
-    answer does not fit its window.
+    Raise ConfigError if teacher and student have different tokens, DataError if a log-prob is NaN or an answer
+    does not fit the teacher's window.
     """
     folder = model_folder(teacher)
     check_same_tokens(student=model_folder(student), teacher=folder)
@@ -63,14 +63,16 @@ def score_rollouts(
 
     async def run() -> None:
         async with running(start_sampler, spec) as sampler:
-            await _score_all(cfg, shards, sampler, temperature=temperature, vocab_size=vocab_size, telemetry=telemetry)
+            await _write_shards(
+                cfg, shards, sampler, temperature=temperature, vocab_size=vocab_size, telemetry=telemetry
+            )
 
     if not all(shard.is_done for shard in shards):
         asyncio.run(run())
     return _summary(workdir)
 
 
-async def _score_all(
+async def _write_shards(
     cfg: OpdTeacherConfig,
     shards: Sequence[Shard[TrainSample]],
     sampler: Sampler,
@@ -88,12 +90,12 @@ async def _score_all(
     async def work(_shard: Shard[TrainSample], answer: TrainSample) -> TrainSample:
         nonlocal num_done
         async with room:
-            scored = await scored_by(
+            found = await with_teacher_logps(
                 sampler.engine, answer, temperature=temperature, num_top=cfg.top_k, vocab_size=vocab_size
             )
         num_done += 1
         telemetry.progress(num_done, num_all, "answers scored by the teacher")
-        return scored
+        return found
 
     limit = cfg.runtime.max_in_flight * sampler.num_engines
     # aclosing: an error in this loop also cancels the requests in flight
@@ -102,7 +104,7 @@ async def _score_all(
             write_shard(shard.path, samples)
 
 
-async def scored_by(
+async def with_teacher_logps(
     engine: InferenceEngine,
     answer: TrainSample,
     *,
@@ -118,7 +120,7 @@ async def scored_by(
     num_prompt = answer.num_prompt_tokens
     prompt_ids, answer_ids = answer.token_ids[:num_prompt], answer.token_ids[num_prompt:]
     try:
-        found = await score(engine, prompt_ids, answer_ids, temperature=temperature, num_top=num_top)
+        found = await logps_of(engine, prompt_ids, answer_ids, temperature=temperature, num_top=num_top)
     except ValueError as e:
         raise DataError(f"problem {answer.problem_id}: the teacher's engine refuses an answer: {e}") from e
     if any(map(math.isnan, found.logps + found.top_logps)):
@@ -143,9 +145,10 @@ async def live_teacher(
     workdir: Path,
     start_sampler: StartSampler = start_here,
 ) -> AsyncIterator[TeacherLogps]:
-    """Start the teacher for the block; yield what scores the answers of an RL step, which were sampled so.
+    """Start the teacher for the block; yield a function that adds its log-probs to the answers of an RL step,
+    which were sampled with `sampling`.
 
-    Raise ConfigError if teacher and student have different tokens. The scorer raises as `scored_by` does.
+    Raise ConfigError if teacher and student have different tokens. The function raises as `with_teacher_logps` does.
     """
     folder = model_folder(teacher)
     check_same_tokens(student=model_folder(student), teacher=folder)
@@ -157,7 +160,7 @@ async def live_teacher(
 
         async def one(answer: TrainSample) -> TrainSample:
             async with room:
-                return await scored_by(
+                return await with_teacher_logps(
                     sampler.engine,
                     answer,
                     temperature=sampling.temperature,
@@ -165,7 +168,7 @@ async def live_teacher(
                     vocab_size=vocab_size,
                 )
 
-        async def scores(answers: Sequence[TrainSample]) -> tuple[TrainSample, ...]:
+        async def with_logps(answers: Sequence[TrainSample]) -> tuple[TrainSample, ...]:
             expect(sampler.engine, len(answers))
             tasks = [asyncio.create_task(one(answer)) for answer in answers]
             try:
@@ -174,7 +177,7 @@ async def live_teacher(
                 for task in tasks:  # after an error, the other requests
                     task.cancel()
 
-        yield scores
+        yield with_logps
 
 
 def _summary(workdir: Path) -> StageSummary:
