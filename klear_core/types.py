@@ -262,7 +262,7 @@ class Completion:
     policy_versions: tuple[int, ...]
     """The version of the weights that sampled each token; all equal unless the weights changed midway."""
     top_ids: tuple[int, ...] = ()
-    """Where a teacher scored tokens: its K likeliest tokens in place of each, token after token."""
+    """Of a teacher asked about given tokens: its K likeliest tokens in place of each, token after token."""
     top_logps: tuple[float, ...] = ()
     """The log-probs of `top_ids`."""
 
@@ -467,7 +467,7 @@ class TrainSample(TokenCounts):
     oldest_version: int
     """Oldest version of the weights that sampled one of its tokens."""
     teacher_logps: tuple[float, ...] = ()
-    """A teacher's log-probs of these tokens, at the sampling temperature; empty where no teacher scored the answer."""
+    """A teacher's log-probs of these tokens, at the sampling temperature; empty without a teacher."""
     top_ids: tuple[int, ...] = ()
     """The teacher's K likeliest tokens in place of each loss token, token after token; empty if it was not asked."""
     top_logps: tuple[float, ...] = ()
@@ -475,7 +475,7 @@ class TrainSample(TokenCounts):
 
     @property
     def has_teacher(self) -> bool:
-        """Return whether a teacher scored the answer."""
+        """Return whether it has a teacher's log-probs."""
         return len(self.teacher_logps) > 0
 
 

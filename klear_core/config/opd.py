@@ -18,7 +18,7 @@ from klear_core.config.evaluate import (
     TorchEngineConfig,
 )
 from klear_core.config.losses import GppoConfig, GspoConfig, LossConfig, TrmConfig
-from klear_core.config.rl import DistillTermConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
+from klear_core.config.rl import RlConfig, RlOptimConfig, RlRuntime, RolloutConfig, TeacherTermConfig
 from klear_core.config.settings import Precision, Settings
 from klear_core.config.train import GivenModel, LoraConfig, ModelConfig, SftConfig, TinyModelConfig, TrainRuntime
 
@@ -113,7 +113,7 @@ class OpdTrainConfig(Settings):
     old_logps: Literal["learner", "sampler"] = "sampler"
     """The old policy: the model that sampled the answers, so that the ratio corrects for what was learned since, or the
     learner before each step."""
-    distill: DistillTermConfig = DistillTermConfig()
+    distill: TeacherTermConfig = TeacherTermConfig()
     max_log_ratio: float = Field(default=20.0, gt=0, le=30)
     """Bound on the log-ratios, of new to old policy and of teacher to policy."""
     dtype: Precision = "bfloat16"

@@ -217,7 +217,7 @@ class RlRuntime(TrainRuntime):
     """Limits on answers that cannot be right; checked from step 10 on."""
 
 
-class DistillTermConfig(Settings):
+class TeacherTermConfig(Settings):
     """On-policy distillation: the advantage of a token is the log-ratio of teacher and policy, whose mean under the
     policy is minus KL(policy, teacher). Added to the advantage of the rewards. Where samples bring the teacher's
     likeliest tokens, the term is KL(teacher, policy) over these instead, a loss beside that of the rewards."""
@@ -287,7 +287,7 @@ class RlConfig(Settings):
     lm_coef: float = Field(default=0.1, ge=0)
     """Alpha, the weight of the language-model loss on positive samples: correct ones with the tags that `reward`
     requires. Equation 13 prints a mean probability; the scripts and we use the log-probability."""
-    distill: DistillTermConfig | None = None
+    distill: TeacherTermConfig | None = None
     """Learn from a teacher's log-probs of the answers as well: those of `rl_teacher`, which scores the answers of each
     step. None: from rewards alone."""
     kl_coef: float = Field(default=0.0, ge=0)

@@ -86,12 +86,12 @@ class LossInputs:
     advantage_N: Tensor
     """The rewards' advantage; `token_loss` adds the teacher's."""
     teacher_logp_N: Tensor
-    """Log-probs under the teacher; 0 on tokens that no teacher scored."""
-    distill_N: Tensor
-    """Factor of log(teacher / policy) in the advantage: coefficient and divisor of the distillation term over the
-    divisor of the policy term, which `scale_N` has. 0 on tokens that no teacher scored."""
+    """Log-probs under the teacher; 0 on tokens of rows that it did not read."""
+    teacher_coef_N: Tensor
+    """Factor of log(teacher / policy) in the advantage: coefficient and divisor of the teacher term over the divisor of
+    the policy term, which `scale_N` has. 0 on tokens of rows that the teacher did not read."""
     top_id_NK: Tensor
-    """The teacher's K likeliest tokens in place of each, int64. With K above 0 the distillation term is
+    """The teacher's K likeliest tokens in place of each, int64. With K above 0 the teacher term is
     KL(teacher, policy) over them, a loss of its own, and nothing is added to the advantage."""
     top_logp_NK: Tensor
     """The teacher's log-probs among them: their probabilities add up to 1."""
@@ -147,25 +147,25 @@ class TokenTerms:
     advantage_N: Tensor
     """The advantage of rewards and teacher together."""
     teacher_log_ratio_N: Tensor
-    """log(teacher / policy), bounded; 0 on tokens that no teacher scored."""
+    """log(teacher / policy), bounded; 0 on tokens of rows that the teacher did not read."""
 
 
-def _with_distillation(batch: LossInputs, logp_N: Tensor, max_log_ratio: float) -> LossInputs:
-    """Return the batch with coefficient times log(teacher / policy) added to each scored token's advantage.
+def _with_teacher_advantage(batch: LossInputs, logp_N: Tensor, max_log_ratio: float) -> LossInputs:
+    """Return the batch with coefficient times log(teacher / policy) added to the advantage (on-policy distillation).
 
     The policy's log-probs are the present ones, so that the term is 0 once the policy agrees with the teacher. They are
     numbers: the mean of this advantage times the gradient of logp is minus the gradient of KL(policy, teacher).
     """
     gap_N = _teacher_log_ratio(batch, logp_N, max_log_ratio)
-    return replace(batch, advantage_N=batch.advantage_N + batch.distill_N * gap_N)
+    return replace(batch, advantage_N=batch.advantage_N + batch.teacher_coef_N * gap_N)
 
 
 def _teacher_log_ratio(batch: LossInputs, logp_N: Tensor, max_log_ratio: float) -> Tensor:
-    """Return log(teacher / policy), bounded; 0 on tokens that no teacher scored and where its likeliest are known."""
+    """Return log(teacher / policy), bounded; 0 without a teacher, and where its likeliest tokens are known."""
     if batch.top_id_NK.shape[1]:
         return torch.zeros_like(logp_N)
     gap_N = log_ratio(batch.teacher_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP), logp_N)
-    return torch.where(batch.distill_N > 0, gap_N.clamp(-max_log_ratio, max_log_ratio), 0)
+    return torch.where(batch.teacher_coef_N > 0, gap_N.clamp(-max_log_ratio, max_log_ratio), 0)
 
 
 def token_loss(
@@ -184,7 +184,7 @@ def token_loss(
     """
     logp_N = logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP)
     # Detach, because ratio, value and weight are numbers: the gradient flows through `carry_N` alone.
-    batch = _with_distillation(batch, logp_N.detach(), max_log_ratio)
+    batch = _with_teacher_advantage(batch, logp_N.detach(), max_log_ratio)
     token = _unclipped(logp_N.detach(), batch, cfg, max_log_ratio)
     token = _apply_loss(token, logp_N.detach(), batch, cfg)
     if max_negative_kl is not None:
@@ -351,7 +351,7 @@ def is_leaving(log_ratio_N: Tensor, batch: LossInputs) -> Tensor:
 
 def leaving_squares(logp_N: Tensor, batch: LossInputs, max_log_ratio: float) -> Tensor:
     """Return (log r)^2 of the tokens whose update leads away from the old policy, in the order of the tokens."""
-    batch = _with_distillation(batch, logp_N, max_log_ratio)
+    batch = _with_teacher_advantage(batch, logp_N, max_log_ratio)
     log_ratio_N = _log_ratios(logp_N, batch).clamp(-max_log_ratio, max_log_ratio)
     return log_ratio_N[is_leaving(log_ratio_N, batch)].square()
 

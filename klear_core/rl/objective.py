@@ -1,8 +1,9 @@
 """Compute the RL loss of a micro-batch: policy term, language-model term on positive samples, KL and entropy.
 
-The advantage in the policy term is a token's own: that of the rewards, one number a row, plus that of distillation,
-log(teacher / policy) with a coefficient and a divisor of its own. The loss clips or masks by their sum.
-Where the teacher's likeliest tokens are known, distillation is KL(teacher, policy) over them, a term beside it.
+The advantage in the policy term is a token's own: that of the rewards, one number a row, plus that of the teacher
+(on-policy distillation, `rl.distill`): log(teacher / policy) with a coefficient and a divisor of its own. The loss
+clips or masks by their sum. Where the teacher's likeliest tokens are known, the teacher term is KL(teacher, policy)
+over them, beside the policy term.
 
 Each term is divided by counts of the mini-batch over all ranks, known beforehand, so that cutting the mini-batch into
 micro-batches changes nothing.
@@ -40,7 +41,7 @@ class Denominators:
     num_loss_tokens: int
     num_positive_tokens: int
     num_teacher_rows: int
-    """Rows that a teacher scored."""
+    """Rows with a teacher's log-probs."""
     num_teacher_tokens: int
     """Loss tokens of these rows."""
 
@@ -49,13 +50,13 @@ class Denominators:
         """Count the rows of all ranks and their loss tokens."""
         lengths = [r.num_loss_tokens for r in rows]
         positive = sum(n for r, n in zip(rows, lengths, strict=True) if r.is_positive)
-        scored = [n for r, n in zip(rows, lengths, strict=True) if r.has_teacher]
+        with_teacher = [n for r, n in zip(rows, lengths, strict=True) if r.has_teacher]
         return cls(
             num_rows=len(rows),
             num_loss_tokens=sum(lengths),
             num_positive_tokens=positive,
-            num_teacher_rows=len(scored),
-            num_teacher_tokens=sum(scored),
+            num_teacher_rows=len(with_teacher),
+            num_teacher_tokens=sum(with_teacher),
         )
 
 
@@ -74,7 +75,6 @@ def make_loss_inputs(
     `old` is of the learner before the RL step and `ref_logp_N` of the initial model; each is None where `cfg` needs
     none.
     """
-
     here = [rows[r] for r in micro.rows]
     counts = torch.tensor(micro.counts, dtype=torch.int64)
 
@@ -89,17 +89,11 @@ def make_loss_inputs(
     if cfg.old_logps == "learner":
         assert old is not None, "old_logps = 'learner' needs the learner's log-probs"
         old_logp_N = old.logp_N
-    budget = cfg.rollout.sampling.max_new_tokens
-    whole = denominators.num_rows, denominators.num_loss_tokens
+    whole, budget = (denominators.num_rows, denominators.num_loss_tokens), cfg.rollout.sampling.max_new_tokens
     scales = [_scale(r.num_loss_tokens, *whole, cfg.normalise, budget) for r in here]
-    distill = [0.0] * len(here)
+    teacher_coefs = [_teacher_coef(r, denominators, cfg, scale) for r, scale in zip(here, scales, strict=True)]
     teacher_logp_N = torch.zeros_like(sampler_logp_N)
     if cfg.distill is not None and denominators.num_teacher_rows > 0:
-        scored, term = (denominators.num_teacher_rows, denominators.num_teacher_tokens), cfg.distill
-        for i, row in enumerate(here):
-            if row.has_teacher:
-                # Over the policy term's scale, by which the loss of the summed advantages is multiplied at last.
-                distill[i] = term.coef * _scale(row.num_loss_tokens, *scored, term.normalise, budget) / scales[i]
         teacher_logp_N = micro.gather({r: _teacher_logps(rows[r]) for r in micro.rows})
     top_id_NK, top_logp_NK = _likeliest(micro, here)
     lm_scale = cfg.lm_coef / max(1, denominators.num_positive_tokens)  # a mini-batch may have no positive sample
@@ -114,7 +108,7 @@ def make_loss_inputs(
         old_entropy_N=nan_N if old is None else old.entropy_N,
         advantage_N=per_row(advantages),
         teacher_logp_N=teacher_logp_N,
-        distill_N=per_row(distill),
+        teacher_coef_N=per_row(teacher_coefs),
         top_id_NK=top_id_NK,
         top_logp_NK=top_logp_NK,
         correction_N=torch.ones_like(old_logp_N),
@@ -129,6 +123,19 @@ def make_loss_inputs(
     return replace(batch, correction_N=mismatch_correction(batch, cfg))
 
 
+def _teacher_coef(row: TrainRow, denominators: Denominators, cfg: RlConfig, policy_scale: float) -> float:
+    """Return the factor of log(teacher / policy) in the advantage of a row's tokens; 0 without a teacher."""
+    if cfg.distill is None or not row.has_teacher:
+        return 0.0
+    whole, budget = (
+        (denominators.num_teacher_rows, denominators.num_teacher_tokens),
+        cfg.rollout.sampling.max_new_tokens,
+    )
+    scale = _scale(row.num_loss_tokens, *whole, cfg.distill.normalise, budget)
+    # Over the policy term's scale, by which the loss of the summed advantages is multiplied at last.
+    return cfg.distill.coef * scale / policy_scale
+
+
 def _teacher_logps(row: TrainRow) -> Sequence[float] | np.ndarray:
     return row.teacher_logps if row.has_teacher else np.zeros(row.num_tokens)
 
@@ -141,7 +148,7 @@ def _likeliest(micro: MicroBatch, here: Sequence[TrainRow]) -> tuple[Tensor, Ten
     num_top = max((len(row.top_ids) // row.num_loss_tokens for row in here), default=0)
     ids, logps, places, start = [], [], {}, 0
     for r, row in zip(micro.rows, here, strict=True):
-        # A row that no teacher scored has a weight of 0 for whatever stands here.
+        # A row without a teacher's log-probs has a weight of 0 for whatever stands here.
         num, empty = row.num_loss_tokens * num_top, np.zeros(0 if len(row.top_ids) else row.num_loss_tokens * num_top)
         ids.append(np.concatenate([row.top_ids, empty]).astype(np.int64))
         logps.append(np.concatenate([row.top_logps, empty]).astype(np.float32))
@@ -215,7 +222,7 @@ def loss_head(batch: LossInputs, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
         # The teacher's likeliest tokens: the gradient of KL(teacher, policy) over them is that of minus its
         # probabilities times the policy's log-probs.
         top_tokens = TopTokens(
-            batch.top_id_NK, batch.distill_N[:, None] * batch.scale_N[:, None] * batch.top_logp_NK.exp()
+            batch.top_id_NK, batch.teacher_coef_N[:, None] * batch.scale_N[:, None] * batch.top_logp_NK.exp()
         )
         # Token-wise losses form their gradient chunk by chunk in the forward pass, so logits are computed only once.
         if not joins_tokens(cfg.loss) and cfg.max_negative_kl is None:

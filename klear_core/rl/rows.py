@@ -27,7 +27,7 @@ class Tokens:
     logps: np.ndarray
     """float32, as the learner computes with them; 0 on prompts."""
     teacher_logps: np.ndarray
-    """float32; only of the rows that a teacher scored."""
+    """float32; only of the rows that have them."""
     top_ids: np.ndarray
     """int32; the teacher's likeliest tokens of these rows."""
     top_logps: np.ndarray

@@ -49,10 +49,10 @@ _SHARES = {
 _OF_SOME = {
     "rl/weight/positive": ("weight_positive", "positive"),
     "rl/weight/negative": ("weight_negative", "negative"),
-    "rl/distill/kl": ("kl", "scored"),
+    "rl/distill/kl": ("kl", "with_teacher"),
 }
 """Metrics that are a mean over some tokens, by the columns of the sum and of the count: the mean weight of those whose
-advantage has one sign, and log(policy / teacher) of those that a teacher scored, an estimate of KL(policy, teacher)."""
+advantage has one sign, and log(policy / teacher) of those with a teacher's, an estimate of KL(policy, teacher)."""
 
 _SUMS = (
     "tokens",
@@ -64,7 +64,7 @@ _SUMS = (
     "weight_positive",
     "weight_negative",
     "kl",
-    "scored",
+    "with_teacher",
 )
 """Columns of `TokenStats.add` whose sums over tokens are kept."""
 
@@ -119,7 +119,7 @@ class TokenStats:
             "clipped_negative": token.clipped_N & negative_N,
             "weight_positive": token.weight_N * positive_N,
             "weight_negative": token.weight_N * negative_N,
-            "scored": batch.distill_N > 0,
+            "with_teacher": batch.teacher_coef_N > 0,
             "kl": -token.teacher_log_ratio_N,
         }
         # [columns, N] -> [columns]; masks become 0 and 1.
@@ -129,8 +129,8 @@ class TokenStats:
 
     def add_top_tokens(self, top_weighted_logp_N: Tensor, batch: LossInputs) -> None:
         """Add KL(teacher, policy) over the teacher's likeliest tokens alone, from the head's `top_weighted_logp_N`."""
-        # That is the sum over k of weight_k log(policy_k), with weight_k = distill * scale * teacher_k.
-        factor_N = batch.distill_N * batch.scale_N
+        # That is the sum over k of weight_k log(policy_k), with weight_k = teacher_coef * scale * teacher_k.
+        factor_N = batch.teacher_coef_N * batch.scale_N
         own_N = (batch.top_logp_NK.exp() * batch.top_logp_NK).sum(dim=1)
         policy_N = top_weighted_logp_N / factor_N.clamp(min=torch.finfo(factor_N.dtype).tiny)
         kl_N = torch.where(factor_N > 0, own_N - policy_N, 0)

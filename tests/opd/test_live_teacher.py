@@ -25,7 +25,7 @@ from rl_builders import (
 
 from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.opd import OpdTeacherConfig
-from klear_core.config.rl import DistillTermConfig, RlConfig, RolloutConfig
+from klear_core.config.rl import RlConfig, RolloutConfig, TeacherTermConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.generate.engine import SamplingParams
@@ -60,7 +60,7 @@ def opens(student: Path, teacher: Path, workdir: Path, cfg: OpdTeacherConfig = T
 
 def config(**changes: object) -> RlConfig:
     rollout = RolloutConfig(groups_per_step=4, samples_per_group=6, sampling=SAMPLING)
-    return rl_config(rollout=rollout, **{"distill": DistillTermConfig(coef=1.0), "num_steps": 4, **changes})
+    return rl_config(rollout=rollout, **{"distill": TeacherTermConfig(coef=1.0), "num_steps": 4, **changes})
 
 
 def run(cfg: RlConfig, student: Path, workdir: Path, teacher: OpenTeacher, telemetry: Recorder) -> Recorder:
@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(student: Path, teacher: Path, 
 
 
 def test_the_policy_comes_closer_to_the_teacher(student: Path, teacher: Path, tmp_path: Path) -> None:
-    cfg = config(num_steps=12, optim=constant_rate(5e-3), distill=DistillTermConfig(coef=50.0))
+    cfg = config(num_steps=12, optim=constant_rate(5e-3), distill=TeacherTermConfig(coef=50.0))
     open_teacher = opens(student, teacher, tmp_path, OpdTeacherConfig(top_k=20))
     gaps = run(cfg, student, tmp_path / "run", open_teacher, Recorder()).column("rl/distill/kl")
     assert gaps[-1] < 0.75 * gaps[0]

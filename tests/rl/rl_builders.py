@@ -88,7 +88,7 @@ def train_batch(old_logp_N: torch.Tensor, advantage_N: torch.Tensor, **changes: 
         "ref_logp_N": nan_N,
         "old_entropy_N": nan_N,
         "teacher_logp_N": torch.zeros_like(old_logp_N),
-        "distill_N": torch.zeros_like(old_logp_N),
+        "teacher_coef_N": torch.zeros_like(old_logp_N),
         "top_id_NK": torch.empty((len(old_logp_N), 0), dtype=torch.int64),
         "top_logp_NK": torch.empty((len(old_logp_N), 0)),
         "correction_N": one_N,

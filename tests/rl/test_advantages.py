@@ -23,7 +23,7 @@ from klear_core.config.rewards import (
     RewardConfig,
     RlooAdvantage,
 )
-from klear_core.config.rl import DistillTermConfig, GroupFilterConfig, RlConfig, RolloutConfig
+from klear_core.config.rl import GroupFilterConfig, RlConfig, RolloutConfig, TeacherTermConfig
 from klear_core.rl.groups import filter_groups
 from klear_core.rl.rewards import (
     advantages,
@@ -192,8 +192,8 @@ def test_groups_without_an_advantage_are_kept_for_a_teacher() -> None:
     """Where all answers are wrong a teacher has most to say."""
     wrong = group(rollout(0, 0, RewardConfig()), rollout(0, 0, RewardConfig()))
     assert not filter_groups([wrong], RlConfig()).groups
-    assert filter_groups([wrong], RlConfig(distill=DistillTermConfig())).groups
-    by_accuracy = RlConfig(distill=DistillTermConfig(), group_filter=GroupFilterConfig(zero_advantage="accuracy"))
+    assert filter_groups([wrong], RlConfig(distill=TeacherTermConfig())).groups
+    by_accuracy = RlConfig(distill=TeacherTermConfig(), group_filter=GroupFilterConfig(zero_advantage="accuracy"))
     assert not filter_groups([wrong], by_accuracy).groups
 
 

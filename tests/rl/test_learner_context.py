@@ -12,7 +12,7 @@ from rl_builders import ONE, rl_config, scored_samples, tiny_base
 from torch import Tensor
 
 from klear_core.config.losses import DppoConfig, ErcConfig, GppoConfig, GspoConfig, M2poConfig, TrmConfig
-from klear_core.config.rl import DistillTermConfig, MismatchConfig, RlConfig, RlRuntime
+from klear_core.config.rl import MismatchConfig, RlConfig, RlRuntime, TeacherTermConfig
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry, Telemetry
@@ -33,7 +33,7 @@ CASES = {
     "trm": config(loss=TrmConfig(max_divergence=0.6)),
     "m2po": config(loss=M2poConfig(max_second_moment=0.1)),
     "negative rows": config(loss=DppoConfig(max_divergence=1e-3), max_negative_kl=0.5),
-    "distillation": config(distill=DistillTermConfig(coef=0.5, normalise="sample"), lm_coef=0.1),
+    "distillation": config(distill=TeacherTermConfig(coef=0.5, normalise="sample"), lm_coef=0.1),
     "sequence masking": config(old_logps="learner", mismatch=MismatchConfig(truncate_at=2.0, max_sequence_ratio=1.05)),
 }
 

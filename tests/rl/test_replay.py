@@ -23,7 +23,7 @@ from klear_core.config.losses import (
     SapoConfig,
     TrmConfig,
 )
-from klear_core.config.rl import DistillTermConfig, RlConfig, RlRuntime
+from klear_core.config.rl import RlConfig, RlRuntime, TeacherTermConfig
 from klear_core.errors import ArtifactError
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
@@ -101,7 +101,7 @@ def test_another_loss_gives_what_a_run_with_it_would_have_logged(base: Path, tmp
 def test_losses_of_whole_answers_are_left_out_where_a_teachers_likeliest_tokens_are_learnt(
     base: Path, tmp_path: Path
 ) -> None:
-    cfg = saving(1, distill=DistillTermConfig())
+    cfg = saving(1, distill=TeacherTermConfig())
     rows = []
     for row in random_samples(8):
         tops = {"top_ids": (1, 2) * row.num_loss_tokens, "top_logps": (-0.5, -1.5) * row.num_loss_tokens}

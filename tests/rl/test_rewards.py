@@ -8,7 +8,7 @@ import pytest
 
 from klear_core.config.load import load_profile
 from klear_core.config.rewards import CustomReward, OverlongConfig, RewardConfig
-from klear_core.config.rl import DistillTermConfig, RlConfig
+from klear_core.config.rl import RlConfig, TeacherTermConfig
 from klear_core.errors import ConfigError
 from klear_core.rl.rewards import is_positive, overlong_penalty, reward_of
 from klear_core.types import Completion, Outcome, Verdict
@@ -36,7 +36,7 @@ def test_right_answers_must_earn_more_than_wrong_ones(values) -> None:
 
 def test_rewards_of_the_users_own_or_a_teacher_may_be_all_that_counts() -> None:
     RlConfig(reward=RewardConfig(correct=0, wrong=0, custom=(CustomReward(function="m:style"),)))
-    RlConfig(reward=RewardConfig(correct=0, wrong=0), distill=DistillTermConfig())
+    RlConfig(reward=RewardConfig(correct=0, wrong=0), distill=TeacherTermConfig())
 
 
 def test_right_wrong_and_no_answer() -> None:
