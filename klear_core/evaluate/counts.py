@@ -13,12 +13,12 @@ from typing import Literal
 from klear_core.artifacts.records import read_shards
 from klear_core.config.settings import Settings
 from klear_core.evaluate.stats.intervals import (
-    Estimates,
-    estimates_of,
-    estimates_without_noise,
+    ProblemScores,
     g_pass_at_k,
     maj_at_n,
     new_problems_interval,
+    problem_scores,
+    problem_scores_without_noise,
     rerun_interval,
 )
 from klear_core.prompts import NO_CLOSE_TAG
@@ -151,16 +151,16 @@ class AnswerCounts:
         problems = [p for p in self._with(1) if difficulty in (None, p.difficulty)]
         if not problems:
             return None
-        estimates = estimates_of([p.counts for p in problems], clusters=_clusters(problems))
-        return _score(estimates, problems, confidence=confidence, has_rerun=has_rerun)
+        scores = problem_scores([p.counts for p in problems], clusters=_clusters(problems))
+        return _score(scores, problems, confidence=confidence, has_rerun=has_rerun)
 
     def pass_at(self, k: int, *, confidence: float) -> PassAtK | None:
         """Return pass@k over the problems with at least k scored samples; None if there is none."""
         problems = self._with(k)
         if not problems:
             return None
-        estimates = estimates_of([p.counts for p in problems], k=k, clusters=_clusters(problems))
-        return PassAtK(k=k, score=_score(estimates, problems, confidence=confidence, has_rerun=True))
+        scores = problem_scores([p.counts for p in problems], k=k, clusters=_clusters(problems))
+        return PassAtK(k=k, score=_score(scores, problems, confidence=confidence, has_rerun=True))
 
     def stable_pass(self, k: int, *, threshold: float, confidence: float) -> StablePass | None:
         """Return G-Pass@k over the problems with at least k scored samples; None if there is none."""
@@ -170,8 +170,8 @@ class AnswerCounts:
         values = [g_pass_at_k(p.num_scored, p.num_correct, k, threshold=threshold) for p in problems]
         # The problem with the fewest answers has the largest step; a smaller one could make the interval too narrow.
         fewest = min(p.num_scored for p in problems)
-        estimates = estimates_without_noise(values, step=k / fewest, clusters=_clusters(problems))
-        score = _score(estimates, problems, confidence=confidence, has_rerun=False)
+        scores = problem_scores_without_noise(values, step=k / fewest, clusters=_clusters(problems))
+        score = _score(scores, problems, confidence=confidence, has_rerun=False)
         return StablePass(k=k, threshold=threshold, score=score)
 
     def majority(self, *, confidence: float) -> Score | None:
@@ -184,8 +184,8 @@ class AnswerCounts:
         for problem in problems:
             answers, verdicts = zip(*problem.votes, strict=True)
             values.append(maj_at_n(answers, verdicts))
-        estimates = estimates_without_noise(values, step=1.0, clusters=_clusters(problems))
-        return _score(estimates, problems, confidence=confidence, has_rerun=False)
+        scores = problem_scores_without_noise(values, step=1.0, clusters=_clusters(problems))
+        return _score(scores, problems, confidence=confidence, has_rerun=False)
 
     def _with(self, num_scored: int) -> list[ProblemCounts]:
         """Return the problems with at least so many scored answers."""
@@ -196,16 +196,16 @@ def _clusters(problems: Sequence[ProblemCounts]) -> list[str]:
     return [problem.cluster for problem in problems]
 
 
-def _score(estimates: Estimates, problems: Sequence[ProblemCounts], *, confidence: float, has_rerun: bool) -> Score:
-    """Return the mean of the estimates with its intervals."""
-    rerun = rerun_interval(estimates, confidence=confidence) if has_rerun else None
+def _score(scores: ProblemScores, problems: Sequence[ProblemCounts], *, confidence: float, has_rerun: bool) -> Score:
+    """Return the mean of the problems' scores with its intervals."""
+    rerun = rerun_interval(scores, confidence=confidence) if has_rerun else None
     return Score(
-        value=estimates.mean,
-        new_problems=new_problems_interval(estimates, confidence=confidence),
+        value=scores.mean,
+        new_problems=new_problems_interval(scores, confidence=confidence),
         rerun=rerun,
         num_problems=len(problems),
         num_samples=sum(p.num_scored for p in problems),
-        num_clusters=estimates.num_clusters,
+        num_clusters=scores.num_clusters,
     )
 
 

@@ -18,7 +18,7 @@ from klear_core.evaluate.score import (
     think_tag_note,
     warning_lines,
 )
-from klear_core.evaluate.stats.intervals import estimates_of, new_problems_interval, rerun_interval
+from klear_core.evaluate.stats.intervals import new_problems_interval, problem_scores, rerun_interval
 from klear_core.prompts import NO_CLOSE_TAG
 from klear_core.scores import EvalReport
 from klear_core.types import Difficulty, EvalSample, Outcome, Problem, Verdict
@@ -40,9 +40,9 @@ def test_avg_is_the_mean_over_problems_of_the_share_of_right_samples() -> None:
     report = report_of(samples_of((RIGHT, RIGHT), (RIGHT, WRONG), (WRONG, SILENT)))
     assert report.avg.value == pytest.approx(0.5)
     assert (report.avg.num_problems, report.avg.num_samples) == (3, 6)
-    estimates = estimates_of([(2, 2), (1, 2), (0, 2)])
-    assert report.avg.new_problems == new_problems_interval(estimates, confidence=0.95)
-    assert report.avg.rerun == rerun_interval(estimates, confidence=0.95)
+    scores = problem_scores([(2, 2), (1, 2), (0, 2)])
+    assert report.avg.new_problems == new_problems_interval(scores, confidence=0.95)
+    assert report.avg.rerun == rerun_interval(scores, confidence=0.95)
     assert [(p.k, p.score.value) for p in report.pass_at] == [(1, pytest.approx(0.5)), (2, pytest.approx(2 / 3))]
 
 

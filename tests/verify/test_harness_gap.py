@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from klear_core.evaluate.stats.intervals import Estimates, estimates_of, paired_new_problems_interval
+from klear_core.evaluate.stats.intervals import ProblemScores, paired_new_problems_interval, problem_scores
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = [json.loads(line) for line in (DOCS / "data" / "harness_gap.jsonl").read_text().splitlines()]
@@ -20,10 +20,10 @@ COLUMNS = (
 )
 
 
-def scores(row: Mapping[str, Any]) -> tuple[Estimates, Estimates]:
+def scores(row: Mapping[str, Any]) -> tuple[ProblemScores, ProblemScores]:
     """Return our score and the other's."""
     counts = [(ours, theirs, n) for ours, theirs, n, num in row["problems"] for _ in range(num)]
-    ours, theirs = (estimates_of([(count[i], count[2]) for count in counts]) for i in (0, 1))
+    ours, theirs = (problem_scores([(count[i], count[2]) for count in counts]) for i in (0, 1))
     return ours, theirs
 
 

@@ -14,10 +14,10 @@ from klear_core.config.settings import Settings
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import AnswerCounts, CountsBy, Decoding, count_stored
 from klear_core.evaluate.stats.intervals import (
-    Estimates,
-    estimates_of,
+    ProblemScores,
     paired_new_problems_interval,
     paired_rerun_interval,
+    problem_scores,
 )
 from klear_core.evaluate.stats.significance import (
     corrected_by_question,
@@ -295,7 +295,7 @@ def paired_difference(
     return _difference(*pair, confidence=confidence, decoding=decoding)
 
 
-def _scored_in_both(counts: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> tuple[Estimates, Estimates] | None:
+def _scored_in_both(counts: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> tuple[ProblemScores, ProblemScores] | None:
     """Return both scores of each problem that has both, in one order; None if no problem has.
 
     `counts` has those before and after of each benchmark; a problem of several benchmarks counts once.
@@ -312,10 +312,12 @@ def _scored_in_both(counts: Sequence[tuple[AnswerCounts, AnswerCounts]]) -> tupl
         seen.update(shared)
     if not seen:
         return None
-    return estimates_of(scores[0], clusters=clusters), estimates_of(scores[1], clusters=clusters)
+    return problem_scores(scores[0], clusters=clusters), problem_scores(scores[1], clusters=clusters)
 
 
-def _difference(before: Estimates, after: Estimates, *, confidence: float, decoding: Decoding) -> PairedDifference:
+def _difference(
+    before: ProblemScores, after: ProblemScores, *, confidence: float, decoding: Decoding
+) -> PairedDifference:
     new_problems = paired_new_problems_interval(before, after, confidence=confidence)
     differences = [b - a for a, b in zip(before.exact, after.exact, strict=True)]
     test = sign_flip_test(differences, None if before.clusters is None else before.clusters.tolist())

@@ -38,11 +38,11 @@ _Z_95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
-    """An unbiased estimate for each problem, with what is known of its noise; arrays of one length."""
+class ProblemScores:
+    """An unbiased score of each problem, avg@n or pass@k, with what is known of its noise; arrays of one length."""
 
     value: Floats
-    """Estimates in 0..1."""
+    """Scores in 0..1."""
     variance: Floats
     """Unbiased estimates of the sampling variance of `value`; nan where there are too few samples for one."""
     step: Floats
@@ -75,7 +75,9 @@ class NewProblems:
     """Whether its half width is the floor, which stands for changes of single problems that no drawn problem shows."""
 
 
-def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Sequence[str] | None = None) -> Estimates:
+def problem_scores(
+    counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Sequence[str] | None = None
+) -> ProblemScores:
     """Return pass@k of every problem from its counts (right answers, scored answers); k = 1 is avg@n.
 
     Counts of scored answers may differ between problems. `clusters` names each problem's cluster; a problem with an
@@ -90,7 +92,7 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
     values = [float(value) for value in exact]
     noise = [_noise(num, right, k) for right, num in counts]
     steps = [k / num for _, num in counts]
-    return Estimates(
+    return ProblemScores(
         value=np.array(values),
         variance=np.array(noise),
         step=np.array(steps),
@@ -99,12 +101,12 @@ def estimates_of(counts: Sequence[tuple[int, int]], *, k: int = 1, clusters: Seq
     )
 
 
-def estimates_without_noise(
+def problem_scores_without_noise(
     values: Sequence[Fraction], *, step: float, clusters: Sequence[str] | None = None
-) -> Estimates:
-    """Return estimates of which only the spread over problems is known; `step` is 1 if one answer can decide each."""
+) -> ProblemScores:
+    """Return scores of which only the spread over problems is known; `step` is 1 if one answer can decide each."""
     num = len(values)
-    return Estimates(
+    return ProblemScores(
         value=np.array([float(v) for v in values]),
         variance=np.full(num, math.nan),
         step=np.full(num, step),
@@ -145,29 +147,29 @@ def _noise(num: int, right: int, k: int) -> float:
 # ---- one model ----
 
 
-def rerun_interval(estimates: Estimates, *, confidence: float) -> Range:
+def rerun_interval(scores: ProblemScores, *, confidence: float) -> Range:
     """Return the re-run interval of a score (C): a Wilson interval stratified by problem, for other samples.
 
     Its centre moves by the skewness of the noise, as Wilson's does for one binomial. Problems with too few samples for
     a variance of their own share one, which is never too small.
     """
     z = _normal_quantile(confidence)
-    num_problems = len(estimates.value)
-    value, noise = _with_pooled_noise(estimates)
+    num_problems = len(scores.value)
+    value, noise = _with_pooled_noise(scores)
     variance = math.fsum(noise)
-    unit = math.sqrt(float(np.mean(estimates.step**2)))  # with n samples of each of P problems: 1/n
+    unit = math.sqrt(float(np.mean(scores.step**2)))  # with n samples of each of P problems: 1/n
     if variance <= 0:
         # every problem is solved always or never: the noise of those that almost are was not seen
         # As far as Wilson's interval of all answers together reaches from 0: about z^2 over their number.
         half = z * z * unit / num_problems
-        return _within(estimates.mean, 0.0, half, bounds=(0.0, 1.0))
-    skewness = math.fsum(noise * (1 - 2 * value) * estimates.step) / variance
+        return _within(scores.mean, 0.0, half, bounds=(0.0, 1.0))
+    skewness = math.fsum(noise * (1 - 2 * value) * scores.step) / variance
     shift = skewness * z * z / 2 / num_problems
     half = z * math.sqrt(variance + (z * unit) ** 2 / 4) / num_problems
-    return _within(estimates.mean, shift, half, bounds=(0.0, 1.0))
+    return _within(scores.mean, shift, half, bounds=(0.0, 1.0))
 
 
-def new_problems_interval(estimates: Estimates, *, confidence: float) -> Range:
+def new_problems_interval(scores: ProblemScores, *, confidence: float) -> Range:
     """Return the interval of a score over new problems (D).
 
     It is that of Agresti and Coull (1998) with Student's t and the effective number of problems. The design effect
@@ -178,19 +180,19 @@ def new_problems_interval(estimates: Estimates, *, confidence: float) -> Range:
     With clusters the design effect grows by as much as the variance of the mean does (Kish 1965), and the interval has
     the ends that lie farther out of the two.
     """
-    num = len(estimates.value)
+    num = len(scores.value)
     # One problem says nothing of others: Student's t has no degree of freedom left.
     if num == 1:
         return Range(low=0.0, high=1.0)
-    mean = estimates.mean
+    mean = scores.mean
     # The half problem that is always solved adds 0.5 to the sum and to the sum of squares, the other half nothing.
-    padded_mean = (math.fsum(estimates.value) + 0.5) / (num + 1)
-    spread = (math.fsum(estimates.value**2) + 0.5) / (num + 1) - padded_mean**2
+    padded_mean = (math.fsum(scores.value) + 0.5) / (num + 1)
+    spread = (math.fsum(scores.value**2) + 0.5) / (num + 1) - padded_mean**2
     # (num + 1) / num makes the variance of num + 1 values unbiased.
     ratio = spread * (num + 1) / num / (padded_mean * (1 - padded_mean))
     # never below the noise of sampling alone, never above problems that are solved always or never
-    design_effect = min(max(ratio, float(np.mean(estimates.step))), 1.0)
-    alone, *clustered = _mean_errors(estimates.value - mean, estimates.clusters)
+    design_effect = min(max(ratio, float(np.mean(scores.step))), 1.0)
+    alone, *clustered = _mean_errors(scores.value - mean, scores.clusters)
     found = _agresti_coull(mean, num / design_effect, degrees=alone.degrees, confidence=confidence)
     for error in clustered:
         inflation = max(error.variance / alone.variance, 1.0) if alone.variance > 0 else 1.0
@@ -246,7 +248,7 @@ def _skew(centred: Floats) -> float:
 # ---- paired differences ----
 
 
-def paired_rerun_interval(before: Estimates, after: Estimates, *, confidence: float) -> Range:
+def paired_rerun_interval(before: ProblemScores, after: ProblemScores, *, confidence: float) -> Range:
     """Return the re-run interval of after minus before (A), for other samples of both models on the same problems.
 
     It is the normal interval of the sampling noise plus one answer of each model, so that unanimous problems do not
@@ -266,7 +268,7 @@ def paired_rerun_interval(before: Estimates, after: Estimates, *, confidence: fl
     return _within(after.mean - before.mean, 0.0, half, bounds=(-1.0, 1.0))
 
 
-def paired_new_problems_interval(before: Estimates, after: Estimates, *, confidence: float) -> NewProblems:
+def paired_new_problems_interval(before: ProblemScores, after: ProblemScores, *, confidence: float) -> NewProblems:
     """Return the interval of after minus before over new problems (B): over others of this kind.
 
     Student's t over the problems' differences, stretched to the side of their skewness (Johnson 1978), with a half
@@ -311,26 +313,26 @@ def t_interval(values: Sequence[float], *, bounds: tuple[float, float], confiden
     return Range(low=max(mean - half, bounds[0]), high=min(mean + half, bounds[1]))
 
 
-def _with_pooled_noise(estimates: Estimates) -> tuple[Floats, Floats]:
+def _with_pooled_noise(scores: ProblemScores) -> tuple[Floats, Floats]:
     """Return values and noise in which problems without a variance share one, which is never too small.
 
     It is that of one answer for k = 1. The variance of a mean over all choices of k of n answers is at most k/n of
     that of one choice (Hoeffding 1948).
     """
-    lacks_variance = np.isnan(estimates.variance)
+    lacks_variance = np.isnan(scores.variance)
     if not lacks_variance.any():
-        return estimates.value, estimates.variance
-    mean = float(np.mean(estimates.value[lacks_variance]))
-    value = np.where(lacks_variance, mean, estimates.value)
-    noise = np.where(lacks_variance, mean * (1 - mean) * estimates.step, estimates.variance)
+        return scores.value, scores.variance
+    mean = float(np.mean(scores.value[lacks_variance]))
+    value = np.where(lacks_variance, mean, scores.value)
+    noise = np.where(lacks_variance, mean * (1 - mean) * scores.step, scores.variance)
     return value, noise
 
 
-def _pooled(estimates: Estimates, chosen: npt.NDArray[np.bool_]) -> float:
+def _pooled(scores: ProblemScores, chosen: npt.NDArray[np.bool_]) -> float:
     """Return the sum of the variances of the chosen problems, with a shared one for those without their own."""
-    noise = estimates.variance[chosen]
+    noise = scores.variance[chosen]
     lacks_variance = np.isnan(noise)
-    values, steps = estimates.value[chosen][lacks_variance], estimates.step[chosen][lacks_variance]
+    values, steps = scores.value[chosen][lacks_variance], scores.step[chosen][lacks_variance]
     own = math.fsum(noise[~lacks_variance])
     if len(values) == 0:
         return own

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from klear_core.evaluate.stats.intervals import (
-    Estimates,
-    estimates_of,
+    ProblemScores,
     new_problems_interval,
     paired_new_problems_interval,
+    problem_scores,
 )
 from klear_core.evaluate.stats.significance import (
     GATE_GAIN,
@@ -86,8 +86,8 @@ def _chances(draw: Draw, kind: str, num: int | tuple[int, int]) -> tuple[Floats,
     return before, after
 
 
-def _sampled(draw: Draw, chances: Floats, n: int, clusters: Sequence[str] | None = None) -> Estimates:
-    return estimates_of([(int(c), n) for c in draw.binomial(n, chances)], clusters=clusters)
+def _sampled(draw: Draw, chances: Floats, n: int, clusters: Sequence[str] | None = None) -> ProblemScores:
+    return problem_scores([(int(c), n) for c in draw.binomial(n, chances)], clusters=clusters)
 
 
 def decided(draw: Draw, kind: str, suite: Sequence[GateBenchmark]) -> tuple[float, float, float]:
@@ -101,7 +101,7 @@ def decided(draw: Draw, kind: str, suite: Sequence[GateBenchmark]) -> tuple[floa
     return float(found.is_shown.mean()), float(found.is_non_inferior.mean()), float(found.is_promoted.mean())
 
 
-def _p_value(before: Estimates, after: Estimates) -> float:
+def _p_value(before: ProblemScores, after: ProblemScores) -> float:
     return sign_flip_test([b - a for a, b in zip(before.exact, after.exact, strict=True)]).p
 
 
@@ -122,7 +122,7 @@ def false_gains(num_problems: int, num_samples: Sequence[int], kind: str = "equa
         seen = set[str]()
         for look, n in enumerate(num_samples, start=1):
             counts = ([(int(row[:n].sum()), n) for row in own] for own in answers)
-            before, after = (estimates_of(own) for own in counts)
+            before, after = (problem_scores(own) for own in counts)
             p = sign_flip_test([b - a for a, b in zip(before.exact, after.exact, strict=True)]).p
             spent = confidence_at(look, looks, confidence=CONFIDENCE)
             for how, level in (("spent", spent), ("whole", CONFIDENCE)):

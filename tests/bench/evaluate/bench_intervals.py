@@ -17,11 +17,11 @@ import numpy.typing as npt
 from scipy.stats import ttest_rel
 
 from klear_core.evaluate.stats.intervals import (
-    Estimates,
-    estimates_of,
+    ProblemScores,
     new_problems_interval,
     paired_new_problems_interval,
     paired_rerun_interval,
+    problem_scores,
     rerun_interval,
 )
 from klear_core.evaluate.stats.significance import sign_flip_test
@@ -129,13 +129,13 @@ def _pass_rate(chances: Floats, k: int) -> Floats:
     return 1 - (1 - chances) ** k
 
 
-def _sample(draw: Draw, chances: Floats, cell: Cell) -> Estimates:
+def _sample(draw: Draw, chances: Floats, cell: Cell) -> ProblemScores:
     num = np.full(len(chances), cell.num_samples)
     if cell.missing_frac:
         num = np.maximum(draw.binomial(num, 1 - cell.missing_frac), cell.k)
     right = draw.binomial(num, chances)
     rows = [_row(n, r, cell.k) for n, r in zip(num.tolist(), right.tolist(), strict=True)]
-    return Estimates(
+    return ProblemScores(
         value=np.array([row.value[0] for row in rows]),
         variance=np.array([row.variance[0] for row in rows]),
         step=np.array([row.step[0] for row in rows]),
@@ -143,13 +143,13 @@ def _sample(draw: Draw, chances: Floats, cell: Cell) -> Estimates:
     )
 
 
-_ROWS: dict[tuple[int, int, int], Estimates] = {}
+_ROWS: dict[tuple[int, int, int], ProblemScores] = {}
 
 
-def _row(num: int, right: int, k: int) -> Estimates:
+def _row(num: int, right: int, k: int) -> ProblemScores:
     key = (num, right, k)
     if key not in _ROWS:
-        _ROWS[key] = estimates_of([(right, num)], k=k)
+        _ROWS[key] = problem_scores([(right, num)], k=k)
     return _ROWS[key]
 
 

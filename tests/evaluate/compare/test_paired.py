@@ -12,9 +12,9 @@ from klear_core.evaluate.compare.paired import compare, compare_pairs
 from klear_core.evaluate.counts import tally
 from klear_core.evaluate.score import make_report
 from klear_core.evaluate.stats.intervals import (
-    estimates_of,
     paired_new_problems_interval,
     paired_rerun_interval,
+    problem_scores,
 )
 from klear_core.scores import write_reports
 from klear_core.types import EvalSample, Verdict
@@ -41,7 +41,7 @@ def test_two_evaluations_are_paired_by_problem(tmp_path: Path) -> None:
     before = write_evaluation(tmp_path / "a", answers((WRONG, WRONG), (RIGHT, WRONG), (RIGHT, RIGHT)))
     after = write_evaluation(tmp_path / "b", answers((RIGHT, WRONG), (RIGHT, RIGHT), (RIGHT, RIGHT)))
     (comparison,) = compare(before, after)
-    x, y = estimates_of([(0, 2), (1, 2), (2, 2)]), estimates_of([(1, 2), (2, 2), (2, 2)])
+    x, y = problem_scores([(0, 2), (1, 2), (2, 2)]), problem_scores([(1, 2), (2, 2), (2, 2)])
     assert comparison.difference == pytest.approx(1 / 3)
     assert comparison.new_problems == paired_new_problems_interval(x, y, confidence=0.95).range
     assert comparison.rerun == paired_rerun_interval(x, y, confidence=0.95)

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from klear_core.evaluate.stats.intervals import (
-    Estimates,
-    estimates_of,
+    ProblemScores,
     new_problems_interval,
     paired_new_problems_interval,
     paired_rerun_interval,
+    problem_scores,
     rerun_interval,
 )
 
 
-def same_n(counts: list[int], n: int) -> Estimates:
-    return estimates_of([(c, n) for c in counts])
+def same_n(counts: list[int], n: int) -> ProblemScores:
+    return problem_scores([(c, n) for c in counts])
 
 
 # Vectors of intervals.py: before, after, n
@@ -74,10 +74,10 @@ def test_the_paired_vectors(name: str) -> None:
 def test_the_single_vectors(name: str) -> None:
     _, y, n = VECTORS[name]
     value, new, rerun = SINGLE[name]
-    estimates = same_n(y, n)
-    d = new_problems_interval(estimates, confidence=0.95)
-    c = rerun_interval(estimates, confidence=0.95)
-    assert estimates.mean == pytest.approx(value, rel=1e-5)
+    scores = same_n(y, n)
+    d = new_problems_interval(scores, confidence=0.95)
+    c = rerun_interval(scores, confidence=0.95)
+    assert scores.mean == pytest.approx(value, rel=1e-5)
     assert (d.low, d.high) == pytest.approx(new, rel=1e-5)
     assert (c.low, c.high) == pytest.approx(rerun, rel=1e-5)
 
@@ -156,15 +156,15 @@ def test_unequal_numbers_of_answers_agree_with_equal_ones_in_the_limit() -> None
     x, _, n = VECTORS["V6"]
     even = rerun_interval(same_n(x, n), confidence=0.95)
     # one answer in 96 could not be judged
-    uneven = rerun_interval(estimates_of([(c, n) for c in x[:-1]] + [(7, 7)]), confidence=0.95)
+    uneven = rerun_interval(problem_scores([(c, n) for c in x[:-1]] + [(7, 7)]), confidence=0.95)
     assert (uneven.low, uneven.high) == pytest.approx((even.low, even.high), abs=2e-3)
 
 
 def test_a_problem_with_one_scored_answer_widens_a_rerun() -> None:
     many = [(4, 8)] * 10
-    all_eight = paired_rerun_interval(estimates_of(many), estimates_of(many), confidence=0.95)
+    all_eight = paired_rerun_interval(problem_scores(many), problem_scores(many), confidence=0.95)
     with_one = paired_rerun_interval(
-        estimates_of([*many[1:], (1, 1)]), estimates_of([*many[1:], (0, 1)]), confidence=0.95
+        problem_scores([*many[1:], (1, 1)]), problem_scores([*many[1:], (0, 1)]), confidence=0.95
     )
     assert with_one.high - with_one.low > all_eight.high - all_eight.low
 
@@ -173,7 +173,7 @@ def test_the_noise_of_pass_at_k_is_unbiased() -> None:
     """Over all outcomes of 8 samples at p = 0.3, weighted by their chance."""
     n, k, p = 8, 2, 0.3
     chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    found = estimates_of([(c, n) for c in range(n + 1)], k=k)
+    found = problem_scores([(c, n) for c in range(n + 1)], k=k)
     mean = sum(w * v for w, v in zip(chances, found.value, strict=True))
     variance = sum(w * (v - mean) ** 2 for w, v in zip(chances, found.value, strict=True))
     assert mean == pytest.approx(1 - (1 - p) ** k)
@@ -185,7 +185,7 @@ def test_the_shared_variance_of_pass_at_k_is_never_too_small(n: int, k: int) -> 
     """With too few samples for a variance of its own, a problem gets k/n of that of one choice of k samples."""
     for p in (0.02, 0.2, 0.5, 0.8):
         chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-        value = estimates_of([(c, n) for c in range(n + 1)], k=k).value
+        value = problem_scores([(c, n) for c in range(n + 1)], k=k).value
         mean = sum(w * v for w, v in zip(chances, value, strict=True))
         variance = sum(w * (v - mean) ** 2 for w, v in zip(chances, value, strict=True))
         assert variance <= k / n * mean * (1 - mean) + 1e-12
@@ -193,14 +193,14 @@ def test_the_shared_variance_of_pass_at_k_is_never_too_small(n: int, k: int) -> 
 
 def test_a_rerun_of_pass_at_4_of_8_counts_8_samples() -> None:
     """20 problems, each with 1 of 8 right: pass@4 = 1/2, and sqrt(20 * 1/4 * 4/8 + (z/2)^2 / 4) z / 20 to each side."""
-    found = rerun_interval(estimates_of([(1, 8)] * 20, k=4), confidence=0.95)
+    found = rerun_interval(problem_scores([(1, 8)] * 20, k=4), confidence=0.95)
     half = 1.959964 * math.sqrt(20 / 4 / 2 + (1.959964 / 2) ** 2 / 4) / 20
     assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
 
 
 def test_pass_at_k_is_refused_for_more_samples_than_there_are() -> None:
     with pytest.raises(ValueError, match=r"pass@8 needs at least 8 scored answers of every problem; one has 4"):
-        estimates_of([(1, 8), (1, 4)], k=8)
+        problem_scores([(1, 8), (1, 4)], k=8)
 
 
 @settings(max_examples=60)
@@ -209,8 +209,8 @@ def test_pass_at_k_is_refused_for_more_samples_than_there_are() -> None:
     st.floats(0.51, 0.999),
 )
 def test_every_interval_holds_its_value_and_stays_in_range(rows: list[tuple[int, int, int]], confidence: float) -> None:
-    x = estimates_of([(min(a, n), n) for a, _, n in rows])
-    y = estimates_of([(min(b, n), n) for _, b, n in rows])
+    x = problem_scores([(min(a, n), n) for a, _, n in rows])
+    y = problem_scores([(min(b, n), n) for _, b, n in rows])
     difference = y.mean - x.mean
     for found in (rerun_interval(x, confidence=confidence), new_problems_interval(x, confidence=confidence)):
         assert 0 <= found.low <= x.mean <= found.high <= 1
@@ -239,8 +239,8 @@ def test_clusters_of_one_problem_change_no_interval() -> None:
     names = [f"contest {i}" for i in range(30)]
     found = []
     for clusters in (None, names):
-        before = estimates_of([(2, 4)] * 30, clusters=clusters)
-        after = estimates_of([(i % 5, 4 + i % 3) for i in range(30)], clusters=clusters)
+        before = problem_scores([(2, 4)] * 30, clusters=clusters)
+        after = problem_scores([(i % 5, 4 + i % 3) for i in range(30)], clusters=clusters)
         b = paired_new_problems_interval(before, after, confidence=0.95).range
         d = new_problems_interval(after, confidence=0.95)
         found.append((b.low, b.high, d.low, d.high))
@@ -251,14 +251,16 @@ def test_problems_that_change_together_are_as_many_as_their_clusters() -> None:
     """Ten problems in five clusters of two alike: the interval is Student's t of five differences."""
     after = [2, 2, 1, 1, 2, 2, 3, 3, 2, 2]
     names = [f"contest {i // 2}" for i in range(10)]
-    before = estimates_of([(0, 4)] * 10, clusters=names)
-    found = paired_new_problems_interval(before, estimates_of([(c, 4) for c in after], clusters=names), confidence=0.95)
+    before = problem_scores([(0, 4)] * 10, clusters=names)
+    found = paired_new_problems_interval(
+        before, problem_scores([(c, 4) for c in after], clusters=names), confidence=0.95
+    )
     # five values of mean 0.5, symmetric, so without skewness; their standard deviation is sqrt(0.125 / 4)
     half = 2.776445 * math.sqrt(0.125 / 4 / 5)  # t of 4 degrees of freedom
     assert (found.range.low, found.range.high) == pytest.approx((0.5 - half, 0.5 + half), rel=1e-6)
 
 
 def test_a_problem_without_a_cluster_is_one_of_its_own_and_one_cluster_is_none() -> None:
-    assert estimates_of([(1, 2)] * 4, clusters=["a", "", "a", ""]).num_clusters == 3
-    assert estimates_of([(1, 2)] * 4, clusters=["a"] * 4).num_clusters is None
-    assert estimates_of([(1, 2)] * 4, clusters=[""] * 4).num_clusters is None
+    assert problem_scores([(1, 2)] * 4, clusters=["a", "", "a", ""]).num_clusters == 3
+    assert problem_scores([(1, 2)] * 4, clusters=["a"] * 4).num_clusters is None
+    assert problem_scores([(1, 2)] * 4, clusters=[""] * 4).num_clusters is None

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from klear_core.evaluate.stats.intervals import (
-    Estimates,
-    estimates_of,
+    ProblemScores,
     new_problems_interval,
     paired_new_problems_interval,
+    problem_scores,
 )
 from klear_core.evaluate.stats.significance import sign_flip_test
 from klear_core.scores import Range
@@ -23,8 +23,8 @@ FRESH = (33, 34, 35, 36)
 """Seeds on which nothing was chosen."""
 
 
-def estimates(seed: int, model: str) -> Estimates:
-    return estimates_of([(int(right), 2) for right in SCORES[seed, model]["sampled"]])
+def estimates(seed: int, model: str) -> ProblemScores:
+    return problem_scores([(int(right), 2) for right in SCORES[seed, model]["sampled"]])
 
 
 def percent(value: float, interval: Range, sign: str = "") -> str:
