@@ -60,7 +60,7 @@ def in_tags(verdicts: list[Verdict], workdir: Path) -> int:
 def in_scores_during_training(verdicts: list[Verdict], folder: Path) -> float:
     problems = [make_problem(i) for i in range(len(verdicts))]
     by_problem = dict(zip([problem.problem_id for problem in problems], verdicts, strict=True))
-    scored = CheckpointInlineEval(
+    inline_eval = CheckpointInlineEval(
         job=toy_inline_eval(folder),
         problems=problems,
         render=render,
@@ -68,7 +68,7 @@ def in_scores_during_training(verdicts: list[Verdict], folder: Path) -> float:
         opening="",
         seed=0,
     )
-    return len(verdicts) * (1 - asyncio.run(scored.score(FakeEngine()))["unscored_frac"])
+    return len(verdicts) * (1 - asyncio.run(inline_eval(FakeEngine()))["unscored_frac"])
 
 
 def in_distillation(verdicts: list[Verdict]) -> int:

@@ -77,7 +77,7 @@ class CheckpointInlineEval:
     """Start of every response that is part of the prompt (`<think>`); see `opening_of`."""
     seed: int
 
-    async def score(self, engine: InferenceEngine) -> dict[str, float]:
+    async def __call__(self, engine: InferenceEngine) -> dict[str, float]:
         """Return the score with its intervals and what stands beside it, by the last part of the metric's name.
 
         All answers have the same seeds at every step, so unchanged weights give an unchanged score. Answers that could
@@ -111,7 +111,7 @@ async def score_with(
 ) -> dict[str, float]:
     """Start an engine as `spec` says, score its model, and stop the engine; return the scores."""
     async with running(start_sampler, spec) as sampler:
-        return await inline_eval.score(sampler.engine)
+        return await inline_eval(sampler.engine)
 
 
 def spec_of(job: InlineEvalJob, model: Path, *, seed: int) -> EngineSpec:

@@ -62,12 +62,12 @@ log = logging.getLogger(__name__)
 _CHECK_FROM_STEP = 20  # steps after which a run whose groups give no gradient is stopped
 _NUM_SHOWN = 20  # most steps, spread over the run, whose first answers are saved for the report, beside the last
 OpenTeacher = Callable[[], AbstractAsyncContextManager[TeacherLogps | None]]
-"""Starts a teacher that scores the answers of each step, or none."""
+"""Starts a teacher that reads the answers of each step, or none."""
 no_teacher: OpenTeacher = nullcontext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extras:
+class RlOptions:
     """Optional parts of a run, beside learner, engines and judge."""
 
     custom_rewards: RewardFunction = no_rewards
@@ -109,10 +109,10 @@ def train_rl(
         rewards = UserRewards(cfg.reward.custom, judges)
         with traced(workdir / TRACE_FILE), checkpoint_first():
             rates = read_pass_rates(problems) if cfg.curriculum else None
-            extras = Extras(
+            options = RlOptions(
                 custom_rewards=rewards, inline_eval=inline_eval, pass_rates=rates, open_teacher=open_teacher
             )
-            state = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, extras))
+            state = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, options))
     shown = _shown_folder(setup)
     # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(state, cfg.runtime.informative, shown=shown)
@@ -127,13 +127,13 @@ async def run_rl(
     judge: Judge,
     telemetry: Telemetry,
     workers: Workers,
-    extras: Extras | None = None,
+    options: RlOptions | None = None,
 ) -> RlState:
     """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
-    extras = extras or Extras()
+    options = options or RlOptions()
     guard = CollapseGuard(setup.cfg, telemetry, setup.workdir / METRICS_FILE)
     try:
-        async with extras.open_teacher() as teacher:
+        async with options.open_teacher() as teacher:
             # Both spend seconds on imports, so they run concurrently.
             (learner, engine), tokenizer = await asyncio.gather(
                 workers.start(setup), asyncio.to_thread(load_tokenizer, model_folder(setup.model))
@@ -143,7 +143,7 @@ async def run_rl(
                     state = RlState.of(await learner.restore())
                     learner_notes = await learner.notes()
                     # Stream and collector are rebuilt after a loss: prompts continue where the checkpoint left off.
-                    stream = stream_of(setup, problems, extras.pass_rates, state)
+                    stream = stream_of(setup, problems, options.pass_rates, state)
                     client = RolloutClient(
                         engine,
                         judge,
@@ -151,12 +151,12 @@ async def run_rl(
                         setup.cfg,
                         seed=setup.seed,
                         engine_status=workers.status,
-                        custom_rewards=extras.custom_rewards,
+                        custom_rewards=options.custom_rewards,
                         window=engine_window(setup.model, setup.cfg.rollout.engine),
                     )
                     rollouts = rollouts_of(setup.cfg, client, stream, state)
                     step_log = StepLog(setup.cfg, state, guard, shown=_shown_folder(setup))
-                    async with InlineEvals(extras.inline_eval, guard, setup.cfg, workdir=setup.workdir) as evals:
+                    async with InlineEvals(options.inline_eval, guard, setup.cfg, workdir=setup.workdir) as evals:
                         with loop_watched("engines, ranks and judges wait for it"):
                             await run_steps(setup.cfg, learner, engine, rollouts, step_log, evals, teacher)
                     # Again for a run that was stopped in its last step, and has none left to take.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Self
 
 from klear_core.artifacts.manifest import LedgerStep, ReasonCounts, StageSummary
 from klear_core.config.rl import RlConfig
@@ -356,14 +356,9 @@ def _values(what: str, ends: tuple[float, float], unit: str) -> str:
 # Score the policy on a fixed set every few steps, by the engines that sample, while training goes on.
 
 
-class InlineEval(Protocol):
-    """Answers and judges a fixed set of problems with the weights that an engine has."""
-
-    async def score(self, engine: InferenceEngine) -> dict[str, float]:
-        """Return the score with its intervals and shares, by the names in `SCORES`."""
-        ...
-
-
+InlineEval = Callable[[InferenceEngine], Coroutine[Any, Any, dict[str, float]]]
+"""Answers and judges a fixed set of problems with the weights that an engine has; returns the score with its intervals
+and shares, by the names in `SCORES`."""
 OpenInlineEval = Callable[[Path], AbstractContextManager[InlineEval | None]]
 """Returns a context of the evaluation, with its judges, for the model in a folder; of None if there is none to make."""
 
@@ -416,7 +411,7 @@ class InlineEvals:
         if self._cfg.is_due(step, num_steps=self._num_steps):
             assert self._running is None, step  # the loop calls `finish` before the engines load new weights
             # Not awaited here: `finish` collects the result, while rollouts and update go on.
-            self._running = (step, asyncio.create_task(self._inline_eval.score(engine)))
+            self._running = (step, asyncio.create_task(self._inline_eval(engine)))
 
     async def finish(self) -> None:
         """Wait for the evaluation that is being made, if there is one, and log its scores."""

@@ -25,7 +25,7 @@ def test_the_error_of_an_answer_is_raised_as_it_is(tmp_path: Path, error: KlearE
         seed=0,
     )
     with pytest.raises(type(error), match=str(error)):
-        asyncio.run(inline_eval.score(FakeEngine({1: error, 2: error})))
+        asyncio.run(inline_eval(FakeEngine({1: error, 2: error})))
 
 
 def test_an_answer_that_the_engine_aborted_is_an_error_as_in_an_evaluation(tmp_path: Path) -> None:
@@ -38,4 +38,4 @@ def test_an_answer_that_the_engine_aborted_is_an_error_as_in_an_evaluation(tmp_p
         seed=0,
     )
     with pytest.raises(ResourceError, match="problem p000: the engine aborted the request"):
-        asyncio.run(inline_eval.score(FakeEngine({0: ("answ", "abort")})))
+        asyncio.run(inline_eval(FakeEngine({0: ("answ", "abort")})))

@@ -33,7 +33,7 @@ from klear_core.generate.factory import EngineSpec, Sampler, start_here
 from klear_core.metrics import NullTelemetry
 from klear_core.opd.teacher_logps import live_teacher, with_teacher_logps
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
-from klear_core.rl.loop import Extras, OpenTeacher, run_rl, train_rl
+from klear_core.rl.loop import OpenTeacher, RlOptions, run_rl, train_rl
 from klear_core.train.base_model import prepare_base
 from klear_core.types import Completion, TrainSample
 
@@ -66,7 +66,7 @@ def config(**changes: object) -> RlConfig:
 def run(cfg: RlConfig, student: Path, workdir: Path, teacher: OpenTeacher, telemetry: Recorder) -> Recorder:
     setup = RlSetup(cfg=cfg, model=student, seed=0, workdir=workdir)
     problems = [problem(f"q{i}") for i in range(6)]
-    asyncio.run(run_rl(setup, problems, low_byte_judge, telemetry, LocalWorkers(), Extras(open_teacher=teacher)))
+    asyncio.run(run_rl(setup, problems, low_byte_judge, telemetry, LocalWorkers(), RlOptions(open_teacher=teacher)))
     return telemetry
 
 

@@ -24,7 +24,7 @@ from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import METRICS_FILE, MetricsFile, read_metrics
 from klear_core.rl.interfaces import LocalWorkers, RlSetup
-from klear_core.rl.loop import Extras, run_rl, train_rl
+from klear_core.rl.loop import RlOptions, run_rl, train_rl
 from klear_core.verify import JudgePool
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
@@ -70,7 +70,7 @@ class VersionExam:
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
 
-    async def score(self, engine: InferenceEngine) -> dict[str, float]:
+    async def __call__(self, engine: InferenceEngine) -> dict[str, float]:
         assert isinstance(engine, TorchEngine)
         before = engine.version
         await asyncio.sleep(0.05)  # the next rollouts are sampled meanwhile
@@ -85,8 +85,8 @@ class InterruptedExam(VersionExam):
         super().__init__()
         self.version = version
 
-    async def score(self, engine: InferenceEngine) -> dict[str, float]:
-        point = await super().score(engine)
+    async def __call__(self, engine: InferenceEngine) -> dict[str, float]:
+        point = await super().__call__(engine)
         if self.seen[-1] == (self.version, self.version):
             raise KeyboardInterrupt
         return point
@@ -100,7 +100,7 @@ def curve_config(every_steps: int, *, checkpoint_every: int = 1, **changes: obje
 
 def run(cfg: RlConfig, base: Path, workdir: Path, telemetry: Points, inline_eval: VersionExam | None) -> None:
     setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir)
-    asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, telemetry, LocalWorkers(), Extras(inline_eval=inline_eval)))
+    asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, telemetry, LocalWorkers(), RlOptions(inline_eval=inline_eval)))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
