@@ -33,7 +33,7 @@ from klear_core.generate.factory import EngineSpec, Sampler, num_slots, start_me
 from klear_core.hf_config import read_hf_config
 from klear_core.types import StoredTests, Verdict
 from klear_core.verify import JudgePool
-from klear_core.verify.client import CodeTask, Fault, JudgeClient, JudgeNodes, Task
+from klear_core.verify.client import CodeTask, Fault, JudgeClient, JudgeNode, JudgeNodes, Task
 
 log = logging.getLogger(__name__)
 
@@ -174,20 +174,19 @@ def build_cluster_judges(cfg: VerifyConfig) -> JudgePool:
     # A head without CPUs (a login node, KubeRay's) judges nothing, even if only one other node has some.
     if all(node["NodeID"] == here for node in nodes):
         return JudgePool(cfg)
-    started = [RayJudgeNode(cfg, node) for node in nodes]
-    present = [node for node in started if node.is_up()]
+    started = [RayJudge(cfg, node) for node in nodes]
+    present = [node for judge in started if (node := judge.wait()) is not None]
     if not present:
         raise JudgeError(f"no judging process could be started on any of {len(nodes)} nodes")
     return JudgePool(cfg, JudgeNodes(present))
 
 
-class RayJudgeNode:
-    """A `JudgeNode` in an actor."""
+class RayJudge:
+    """A `JudgeBackend` in an actor, for one node."""
 
     def __init__(self, cfg: VerifyConfig, node: dict[str, Any]) -> None:
-        """Start the actor on this node of `ray.nodes()`; `is_up` waits for it."""
-        self.name = f"judging node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
-        self.num_workers = 1
+        """Start the actor on this node of `ray.nodes()`; `wait` waits for it."""
+        self._name = f"judging node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
         # No CPUs are reserved: engines and learners do not reserve theirs either, and must still find their places.
         actor_type = ray.remote(
@@ -197,18 +196,18 @@ class RayJudgeNode:
         # Not awaited here, so that all nodes start at once.
         self._starting = self._actor.num_workers.remote()
 
-    def is_up(self) -> bool:
-        """Wait until the actor has started; return whether it has."""
+    def wait(self) -> JudgeNode | None:
+        """Wait until the actor has started; return its node, None if it does not start."""
         try:
-            self.num_workers = ray.get(self._starting, timeout=_JUDGES_START_S)
+            num_workers = ray.get(self._starting, timeout=_JUDGES_START_S)
         except (RayError, GetTimeoutError) as error:
-            log.warning("%s does not start: %s", self.name, error)
+            log.warning("%s does not start: %s", self._name, error)
             ray.kill(self._actor)
-            return False
-        return True
+            return None
+        return JudgeNode(name=self._name, num_workers=num_workers, backend=self)
 
     def submit(self, task: Task) -> Future[Verdict | Fault]:
-        """Send a task to the node; see `JudgeNode.submit`."""
+        """Send a task to the node; see `JudgeBackend.submit`."""
         result: Future[Verdict | Fault] = Future()
 
         def resolve(answer: Future[Verdict | Fault]) -> None:
@@ -228,7 +227,7 @@ class RayJudgeNode:
         try:
             ray.get(self._actor.close.remote(), timeout=_CLOSE_S)
         except (RayError, GetTimeoutError) as error:
-            log.info("%s: %s while it was closed", self.name, type(error).__name__)
+            log.info("%s: %s while it was closed", self._name, type(error).__name__)
         ray.kill(self._actor)
 
 

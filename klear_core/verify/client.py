@@ -126,6 +126,21 @@ class _Link:
     pending: dict[int, Future[Verdict | Fault]] = field(default_factory=dict)
 
 
+class JudgeBackend(Protocol):
+    """The judging processes of this machine, of a node, or of all nodes. Thread-safe; callbacks may call `submit`."""
+
+    def submit(self, task: Task) -> Future[Verdict | Fault]:
+        """Return a future of the task's verdict, or of the fault that left it without one.
+
+        A Fault of kind `lost` says that a node judges no more.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all judging processes."""
+        ...
+
+
 class JudgeClient:
     """Sends tasks to one `klear_core.verify.server` and resolves their futures. Thread-safe; `close` ends the process.
 
@@ -244,25 +259,14 @@ MAX_TRIES = 3
 """A task counts as the cause once this many nodes were lost while they had it."""
 
 
-class JudgeNode(Protocol):
-    """The judging processes of one node."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class JudgeNode:
+    """The judging processes of one node, and how busy they are."""
 
     name: str
     num_workers: int
     """Number of tasks that it works on at a time, to compare how busy nodes are."""
-
-    def submit(self, task: Task) -> Future[Verdict | Fault]:
-        """Return a future of the verdict or fault; a Fault of kind `lost` says that the node judges no more."""
-        ...
-
-    def close(self) -> None:
-        """End the node's judging processes."""
-        ...
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    node: JudgeNode
+    backend: JudgeBackend
     num_open: int = 0
     is_lost: bool = False
 
@@ -279,7 +283,7 @@ class JudgeNodes:
 
     def __init__(self, nodes: Sequence[JudgeNode]) -> None:
         assert nodes, "judging needs a node"
-        self._slots = [_Slot(node) for node in nodes]
+        self._nodes = nodes
         self._lock = threading.Lock()
 
     def submit(self, task: Task) -> Future[Verdict | Fault]:
@@ -293,49 +297,49 @@ class JudgeNodes:
 
     def close(self) -> None:
         """End all judging processes."""
-        for slot in self._slots:
-            slot.node.close()
+        for node in self._nodes:
+            node.backend.close()
 
     def _send(self, job: _Job) -> None:
         with self._lock:
-            slot = self._least_busy()
-            if slot is not None:
-                slot.num_open += 1
-        if slot is None:
+            node = self._least_busy()
+            if node is not None:
+                node.num_open += 1
+        if node is None:
             job.result.set_result(self._all_lost())
             return
-        slot.node.submit(job.task).add_done_callback(partial(self._on_result, slot, job))
+        node.backend.submit(job.task).add_done_callback(partial(self._on_result, node, job))
 
     def _all_lost(self) -> Fault:
-        return Fault(kind="died", detail=f"all {len(self._slots)} judging nodes were lost")
+        return Fault(kind="died", detail=f"all {len(self._nodes)} judging nodes were lost")
 
-    def _least_busy(self) -> _Slot | None:
-        present = [slot for slot in self._slots if not slot.is_lost]
+    def _least_busy(self) -> JudgeNode | None:
+        present = [node for node in self._nodes if not node.is_lost]
         # This task counts, too, so that of idle nodes the largest comes first; `min` returns the first of equals.
-        return min(present, key=lambda slot: (slot.num_open + 1) / slot.node.num_workers, default=None)
+        return min(present, key=lambda node: (node.num_open + 1) / node.num_workers, default=None)
 
-    def _on_result(self, slot: _Slot, job: _Job, done: Future[Verdict | Fault]) -> None:
+    def _on_result(self, node: JudgeNode, job: _Job, done: Future[Verdict | Fault]) -> None:
         result = done.result()
         with self._lock:
-            slot.num_open -= 1
+            node.num_open -= 1
         if not (isinstance(result, Fault) and result.kind == "lost"):
             job.result.set_result(result)
             return
-        self._note_loss(slot, result)
+        self._note_loss(node, result)
         if job.num_tries + 1 < MAX_TRIES:
             self._send(_Job(task=job.task, result=job.result, num_tries=job.num_tries + 1))
         else:
             detail = f"{MAX_TRIES} nodes were lost while they had this task; the last: {result.detail}"
             job.result.set_result(Fault(kind="died", detail=detail))
 
-    def _note_loss(self, slot: _Slot, fault: Fault) -> None:
+    def _note_loss(self, node: JudgeNode, fault: Fault) -> None:
         with self._lock:
-            is_first, slot.is_lost = not slot.is_lost, True
-            num_left = sum(not slot.is_lost for slot in self._slots)
+            is_first, node.is_lost = not node.is_lost, True
+            num_left = sum(not other.is_lost for other in self._nodes)
         if is_first:
             log.warning(
                 "%s judges no more (%s); its tasks go to the %d nodes that are left",
-                slot.node.name, fault.detail, num_left,
+                node.name, fault.detail, num_left,
             )  # fmt: skip
 
     def _check_all(self, task: CheckSandbox, result: Future[Verdict | Fault]) -> None:
@@ -344,24 +348,24 @@ class JudgeNodes:
         A node that is lost meanwhile is left out, unless it is the last.
         """
         with self._lock:
-            slots = [slot for slot in self._slots if not slot.is_lost]
-        if not slots:
+            present = [node for node in self._nodes if not node.is_lost]
+        if not present:
             result.set_result(self._all_lost())
             return
         found: dict[str, Verdict | Fault] = {}
 
-        def collect(slot: _Slot, done: Future[Verdict | Fault]) -> None:
+        def collect(node: JudgeNode, done: Future[Verdict | Fault]) -> None:
             answer = done.result()
             if isinstance(answer, Fault) and answer.kind == "lost":
-                self._note_loss(slot, answer)
+                self._note_loss(node, answer)
             with self._lock:
-                found[slot.node.name] = answer
-                is_last = len(found) == len(slots)
+                found[node.name] = answer
+                is_last = len(found) == len(present)
             if is_last:
                 result.set_result(_combined(found))
 
-        for slot in slots:
-            slot.node.submit(task).add_done_callback(partial(collect, slot))
+        for node in present:
+            node.backend.submit(task).add_done_callback(partial(collect, node))
 
 
 def _combined(found: dict[str, Verdict | Fault]) -> Verdict | Fault:

@@ -7,13 +7,12 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
 
 from klear_core.config.verify import CustomJudge, VerifyConfig
 from klear_core.errors import JudgeError, SandboxError
 from klear_core.types import FAILED_ON_ANSWER, Outcome, Verdict
 from klear_core.verify.blame import PASSED, probes_of
-from klear_core.verify.client import CodeTask, Fault, JudgeClient, MathTask, Task, UserTask
+from klear_core.verify.client import CodeTask, Fault, JudgeBackend, JudgeClient, MathTask, Task, UserTask
 from klear_core.verify.user_code import longest_s, memory_message
 
 _OF_THE_ANSWER = ("broke_off", "out_of_cpu", "out_of_memory")
@@ -29,18 +28,6 @@ _NO_PROBE_WORKED = (
     "so it was with each of our {} answers. A judge returns 0 for an answer that it cannot read; one that raises needs "
     "a right answer under `answer` of its reference's value"
 )
-
-
-class JudgeBackend(Protocol):
-    """Computes verdicts. Thread-safe; callbacks of the futures may call `submit`."""
-
-    def submit(self, task: Task) -> Future[Verdict | Fault]:
-        """Return a future of the task's verdict, or of the fault that left it without one."""
-        ...
-
-    def close(self) -> None:
-        """End all judging processes."""
-        ...
 
 
 class JudgeCalls:

@@ -38,9 +38,9 @@ from klear_core.verify.blame import (
     math_trial,
     unusable_tests,
 )
-from klear_core.verify.client import CheckSandbox, CodeTask, CodeTrial, MathTask, Task, UserTask
+from klear_core.verify.client import CheckSandbox, CodeTask, CodeTrial, JudgeBackend, MathTask, Task, UserTask
 from klear_core.verify.code.program import check_size, find_program
-from klear_core.verify.judge_calls import JudgeBackend, JudgeCalls, done_verdict, pass_on
+from klear_core.verify.judge_calls import JudgeCalls, done_verdict, pass_on
 from klear_core.verify.math.answer_text import boxed_texts, find_answer, quoted
 from klear_core.verify.math.rules import compared_texts, decide, unboxed_verdict, usable_references
 from klear_core.verify.sandbox.jail_command import has_numpy, python_for

@@ -6,17 +6,17 @@ from concurrent.futures import Future
 
 from klear_core.config.verify import MathConfig
 from klear_core.types import Outcome, Verdict
-from klear_core.verify.client import CheckSandbox, Fault, JudgeNodes, MathTask, Task
+from klear_core.verify.client import CheckSandbox, Fault, JudgeNode, JudgeNodes, MathTask, Task
 
 TASK = MathTask(golds=("1",), comparison=None, unboxed="1", answer="1", cfg=MathConfig())
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="")
 
 
 class Node:
-    """Keeps its tasks until it is told what becomes of them."""
+    """The judges of a node that keep their tasks until they are told what becomes of them."""
 
-    def __init__(self, name: str, num_workers: int = 1, backend: str = "bwrap") -> None:
-        self.name, self.num_workers, self.backend = name, num_workers, backend
+    def __init__(self, name: str, num_workers: int = 1, sandbox: str = "bwrap") -> None:
+        self.name, self.num_workers, self.sandbox = name, num_workers, sandbox
         self.open: list[Future[Verdict | Fault]] = []
         self.checks: list[Future[Verdict | Fault]] = []
         self.num_seen = 0
@@ -37,13 +37,17 @@ class Node:
         self.is_closed = True
 
 
+def judges_on(*nodes: Node) -> JudgeNodes:
+    return JudgeNodes([JudgeNode(name=node.name, num_workers=node.num_workers, backend=node) for node in nodes])
+
+
 def lost() -> Fault:
     return Fault(kind="lost", detail="ActorDiedError")
 
 
 def test_tasks_go_to_the_node_that_is_least_busy_for_its_workers() -> None:
     small, large = Node("small", num_workers=2), Node("large", num_workers=4)
-    nodes = JudgeNodes([small, large])
+    nodes = judges_on(small, large)
     results = [nodes.submit(TASK) for _ in range(6)]
     assert (len(small.open), len(large.open)) == (2, 4)
     large.finish(RIGHT)
@@ -59,7 +63,7 @@ def test_tasks_go_to_the_node_that_is_least_busy_for_its_workers() -> None:
 
 def test_the_tasks_of_a_lost_node_are_judged_by_the_others_and_it_gets_no_more() -> None:
     first, second = Node("first"), Node("second")
-    nodes = JudgeNodes([first, second])
+    nodes = judges_on(first, second)
     results = [nodes.submit(TASK) for _ in range(6)]
     first.finish(lost())
     assert len(second.open) == 6
@@ -71,7 +75,7 @@ def test_the_tasks_of_a_lost_node_are_judged_by_the_others_and_it_gets_no_more()
 
 def test_without_a_node_every_task_says_so() -> None:
     first, second = Node("first"), Node("second")
-    nodes = JudgeNodes([first, second])
+    nodes = judges_on(first, second)
     result = nodes.submit(TASK)
     first.finish(lost())
     second.finish(lost())
@@ -82,7 +86,7 @@ def test_without_a_node_every_task_says_so() -> None:
 
 def test_a_task_with_which_node_after_node_is_lost_is_given_up() -> None:
     machines = [Node(f"node {i}") for i in range(5)]
-    nodes = JudgeNodes(machines)
+    nodes = judges_on(*machines)
     result = nodes.submit(TASK)
     for node in machines:
         node.finish(lost())
@@ -95,7 +99,7 @@ def test_a_task_with_which_node_after_node_is_lost_is_given_up() -> None:
 
 def test_other_faults_are_the_callers() -> None:
     node = Node("only")
-    nodes = JudgeNodes([node])
+    nodes = judges_on(node)
     result = nodes.submit(TASK)
     fault = Fault(kind="timed_out", detail="")
     node.finish(fault)
@@ -103,12 +107,12 @@ def test_other_faults_are_the_callers() -> None:
 
 
 def test_the_sandbox_is_checked_on_every_node_and_the_one_without_is_named() -> None:
-    machines = [Node("a", backend="bwrap"), Node("b", backend="firejail")]
-    nodes = JudgeNodes(machines)
+    machines = [Node("a", sandbox="bwrap"), Node("b", sandbox="firejail")]
+    nodes = judges_on(*machines)
     for faulty in (False, True):
         result = nodes.submit(CheckSandbox())
         for node in machines:
-            passed: Verdict | Fault = Verdict(outcome=Outcome.SCORED, score=1.0, detail=node.backend)
+            passed: Verdict | Fault = Verdict(outcome=Outcome.SCORED, score=1.0, detail=node.sandbox)
             is_faulty = faulty and node.name == "b"
             node.checks.pop().set_result(Fault(kind="no_sandbox", detail="no user namespaces") if is_faulty else passed)
         if faulty:
@@ -119,7 +123,7 @@ def test_the_sandbox_is_checked_on_every_node_and_the_one_without_is_named() -> 
 
 def test_the_sandbox_is_not_waited_for_once_all_nodes_are_lost() -> None:
     node = Node("only")
-    nodes = JudgeNodes([node])
+    nodes = judges_on(node)
     task = nodes.submit(TASK)
     node.finish(lost())
     fault = Fault(kind="died", detail="all 1 judging nodes were lost")
