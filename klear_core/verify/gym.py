@@ -16,26 +16,17 @@ from collections.abc import Mapping
 from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from klear_core.config.data import REASONING_GYM
 from klear_core.errors import ConfigError
 from klear_core.types import AnswerToJudge
 
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
 Entry = dict[str, Any]
 """A problem as the package has it: `question`, `answer` (None if it has none) and `metadata`."""
-
-
-class GymDataset(Protocol):
-    """A task with one configuration."""
-
-    def __getitem__(self, idx: int) -> Entry:
-        """Return the problem with this number."""
-        ...
-
-    def score_answer(self, answer: str | None, entry: Entry) -> float:
-        """Return the score of an answer, 1 if it is right."""
-        ...
 
 
 # ---- data sets ----
@@ -49,7 +40,7 @@ def tasks() -> list[str]:
 
 def open_dataset(
     task: str, config: Mapping[str, Any], *, level: int | None = None, seed: int = 0, size: int = 1
-) -> GymDataset:
+) -> ProceduralDataset:
     """Return a task's data set, at a level of its curriculum or with its default configuration.
 
     Raise ConfigError if the package is missing or of another version, or if it has no such task, level or setting.
@@ -66,7 +57,7 @@ def open_dataset(
             settings = config_class(seed=seed, size=size, **config)
         else:
             settings = dataclasses.replace(_at_level(task, level, seed=seed, size=size), **config)
-        return dataset_class(settings)  # type: ignore[no-any-return]
+        return dataset_class(settings)
     except (AssertionError, TypeError, ValueError) as e:
         at = "" if level is None else f" at level {level}"
         raise ConfigError(f"task {task!r}{at} refuses its configuration {dict(config)}: {e}") from e
@@ -197,7 +188,7 @@ def answer_text(answer: AnswerToJudge) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _scorer(task: str, config_json: str, level: int | None) -> GymDataset:
+def _scorer(task: str, config_json: str, level: int | None) -> ProceduralDataset:
     return open_dataset(task, json.loads(config_json), level=level)
 
 
