@@ -27,7 +27,7 @@ from klear_core.config.train import TrainRuntime
 from klear_core.generate.engine import WeightOffer
 from klear_core.metrics import Heartbeat, NullTelemetry, heartbeat
 from klear_core.rl.interfaces import RlSetup
-from klear_core.rl.rows import ArrayRow, Tokens, with_tokens
+from klear_core.rl.sample_arrays import SampleArrays, Tokens, with_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -227,11 +227,11 @@ class LearnerActor(RankActor):
         """Call `method` with this rank's learner; see `LearnerHandle.call`."""
         return method(self._learner, *args)
 
-    def shares(self, counts: Sequence[ArrayRow]) -> list[list[int]]:
+    def shares(self, counts: Sequence[SampleArrays]) -> list[list[int]]:
         """Return which rows each data rank computes in the next step; see `Learner.shares`."""
         return self._learner.shares(counts)
 
-    def step(self, counts: Sequence[ArrayRow], tokens: Tokens) -> dict[str, float]:
+    def step(self, counts: Sequence[SampleArrays], tokens: Tokens) -> dict[str, float]:
         """Do one RL step with the tokens of this rank's rows; see `Learner.step`."""
         return self._learner.step(with_tokens(counts, tokens))
 

@@ -30,7 +30,7 @@ from klear_core.generate.pool import EngineLost, EnginePool
 from klear_core.hf_config import read_hf_config
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.interfaces import STEP, Args, LearnerHandle, LearnerLost, RlSetup, T, check_engine
-from klear_core.rl.rows import rows_without_tokens, tokens_of
+from klear_core.rl.sample_arrays import tokens_of, without_tokens
 from klear_core.train.base_model import model_folder
 from klear_core.types import Completion, TrainSample
 from klear_core.verify import JudgePool
@@ -216,7 +216,7 @@ class RayLearner(LearnerHandle):
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Do one RL step; each rank is sent the counts of all rows and the tokens of its own."""
-        counts = await asyncio.to_thread(rows_without_tokens, samples)
+        counts = await asyncio.to_thread(without_tokens, samples)
         stored = ray.put(counts)  # once for all ranks
         # Every rank would plan the same.
         shares = (await self._call_all(lambda rank: rank.shares.remote(stored), "share out the rows", ranks=1))[0]

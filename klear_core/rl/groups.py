@@ -1,4 +1,4 @@
-"""Select the groups to train on, count every dropped one by reason, and cut the rest into rows and mini-batches.
+"""Select the groups to train on, count every dropped one by reason, and cut the rest into samples and mini-batches.
 
 Axis letters: P prompts, G samples of one prompt.
 """
@@ -18,7 +18,7 @@ from klear_core.config.rewards import OverlongConfig
 from klear_core.config.rl import PromptFilterConfig, RlConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.rl.rewards import group_advantages, has_advantage
-from klear_core.rl.rows import Row
+from klear_core.rl.sample_arrays import SampleT
 from klear_core.rl.stream import POOL_UNIT
 from klear_core.scores import read_pass_rates
 from klear_core.types import CodeReference, PassRate, Problem, Rollout, RolloutGroup, TrainSample, UnverifiableReference
@@ -131,47 +131,47 @@ def _uninformative(usable: Sequence[Rollout], cfg: RlConfig) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
-    """Training rows, and counts of the groups and answers that they came from."""
+class Selection:
+    """The samples of a step, and counts of the groups and answers that they came from."""
 
-    rows: tuple[TrainSample, ...]
+    samples: tuple[TrainSample, ...]
     reasons: ReasonCounts
 
 
-def to_samples(groups: Sequence[RolloutGroup], cfg: RlConfig, *, oldest_allowed: int) -> Samples:
-    """Compute advantages, then make one row per answer.
+def to_samples(groups: Sequence[RolloutGroup], cfg: RlConfig, *, oldest_allowed: int) -> Selection:
+    """Compute advantages, then make one sample of each answer.
 
     Over-long answers (with `handling = "mask"`) and answers with a token sampled by a version before `oldest_allowed`
-    get no row.
+    give no sample.
     """
-    rows, reasons = [], ReasonCounts()
-    # Of all answers of the group, because those without a row below still belong to its mean and deviation.
+    samples, reasons = [], ReasonCounts()
+    # Of all answers of the group, because those without a sample below still belong to its mean and deviation.
     advantages_PG = group_advantages(groups, cfg)
     for group, advantages_G in zip(groups, advantages_PG, strict=True):
-        group_rows = []
+        group_samples = []
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):
             oldest = min(rollout.completion.policy_versions)  # once: an answer has thousands
             reason = _trained_or_reason(rollout, oldest, cfg.overlong, oldest_allowed)
             reasons.count("rollout", reason)
             if reason == TRAINED:
-                group_rows.append(_sample(group.problem.problem_id, rollout, advantage, oldest))
-        # A group is trained even if some of its answers get no row; only one without any row is dropped.
-        reasons.count("group", TRAINED if group_rows else "all_masked")
-        rows += group_rows
-    return Samples(rows=tuple(rows), reasons=reasons)
+                group_samples.append(_sample(group.problem.problem_id, rollout, advantage, oldest))
+        # A group is trained even if some of its answers give no sample; only one without any is dropped.
+        reasons.count("group", TRAINED if group_samples else "all_masked")
+        samples += group_samples
+    return Selection(samples=tuple(samples), reasons=reasons)
 
 
-def cut_minibatches(rows: Sequence[Row], count: int, *, seed: int) -> list[list[Row]]:
-    """Cut rows into at most `count` mini-batches whose sizes differ by at most 1.
+def cut_minibatches(samples: Sequence[SampleT], count: int, *, seed: int) -> list[list[SampleT]]:
+    """Cut samples into at most `count` mini-batches whose sizes differ by at most 1.
 
-    Groups come in random order and the rows of a group stay adjacent, but a cut may fall inside a group.
+    Groups come in random order and the samples of a group stay adjacent, but a cut may fall inside a group.
     """
     # A dict and not a set: ranks cut by themselves, and the order of a set of strings differs between processes.
-    problem_ids = list(dict.fromkeys(r.problem_id for r in rows))
+    problem_ids = list(dict.fromkeys(sample.problem_id for sample in samples))
     random.Random(seed).shuffle(problem_ids)  # noqa: S311
     rank = {p: i for i, p in enumerate(problem_ids)}
-    ordered = sorted(rows, key=lambda r: rank[r.problem_id])  # stable: the order within a group is kept
-    count = min(count, len(ordered))  # no mini-batch is empty: an update needs at least one row
+    ordered = sorted(samples, key=lambda sample: rank[sample.problem_id])  # stable: the order within a group is kept
+    count = min(count, len(ordered))  # no mini-batch is empty: an update needs at least one sample
     if count == 0:
         return []
     edges = [i * len(ordered) // count for i in range(count + 1)]
@@ -179,7 +179,7 @@ def cut_minibatches(rows: Sequence[Row], count: int, *, seed: int) -> list[list[
 
 
 def _trained_or_reason(rollout: Rollout, oldest: int, overlong: OverlongConfig, oldest_allowed: int) -> str:
-    """Return TRAINED, or the reason why an answer gets no training row."""
+    """Return TRAINED, or the reason why an answer gives no sample."""
     # The oldest token decides: weights may have changed in the middle of an answer.
     if oldest < oldest_allowed:
         return "stale"

@@ -36,7 +36,7 @@ from klear_core.rl.objective import (
     staleness,
     update_metrics,
 )
-from klear_core.rl.rows import ArrayRow, Row, TrainRow, samples_here
+from klear_core.rl.sample_arrays import LearnerSample, SampleArrays, SampleT, samples_here
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.seeding import seed_for
 from klear_core.train.base_model import model_folder, wanted_window
@@ -161,7 +161,7 @@ class Learner:
         self._checkpoints.wait()
 
     @torch.no_grad()
-    def logps(self, samples: Sequence[TrainRow]) -> list[TokenLogps]:
+    def logps(self, samples: Sequence[LearnerSample]) -> list[TokenLogps]:
         """Return log-probs and entropies of this rank's share of the tokens, one micro-batch each (collective call)."""
         packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         outputs = []
@@ -170,7 +170,7 @@ class Learner:
         return outputs
 
     @torch.no_grad()
-    def logp_error(self, samples: Sequence[TrainRow]) -> float:
+    def logp_error(self, samples: Sequence[LearnerSample]) -> float:
         """Return the largest of the samples' mean distances from the sampler's log-probs, in nats (collective call)."""
         packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         # One sum for each sample, in float64 because most distances are near 0.
@@ -224,20 +224,20 @@ class Learner:
             fetch_shards(folder)
         return [SAVED_STEPS, _SKIPPED, ADAPTER_FOLDER, _OPTIMIZER, PROFILES, "model"]
 
-    def shares(self, rows: Sequence[ArrayRow]) -> list[list[int]]:
-        """Return the indices of the rows that each data rank computes in the next step; no tokens are needed.
+    def shares(self, samples: Sequence[SampleArrays]) -> list[list[int]]:
+        """Return the indices of the samples that each data rank computes in the next step; no tokens are needed.
 
-        Rank 0 gets all rows of a step that it is to save.
+        Rank 0 gets all samples of a step that it is to save.
         """
         shares: list[list[int]] = [[] for _ in range(self.world.num_data_ranks)]
-        for part in self._cut(rows):
+        for part in self._cut(samples):
             for rank, own in enumerate(plan_shares(part, self.cfg.runtime, self.world, self._flops)):
                 shares[rank] += [part[i].index for i in own]
         if self.version + 1 in self.cfg.runtime.save_steps:
-            shares[0] = list(range(len(rows)))
+            shares[0] = list(range(len(samples)))
         return shares
 
-    def step(self, samples: Sequence[TrainRow]) -> dict[str, float]:
+    def step(self, samples: Sequence[LearnerSample]) -> dict[str, float]:
         """Make up to `minibatches_per_step` updates from these samples and return the step's metrics.
 
         Raise TrainingError once more than `runtime.max_nonfinite_steps` updates were skipped in the run.
@@ -257,7 +257,7 @@ class Learner:
             self._saved_steps.finish(step, metrics)
         return metrics
 
-    def _learn(self, samples: Sequence[TrainRow]) -> dict[str, float]:
+    def _learn(self, samples: Sequence[LearnerSample]) -> dict[str, float]:
         cut = self._cut(samples)
         # Prepare all mini-batches before the first update, because old log-probs must come from the policy as it was
         # before this RL step.
@@ -276,10 +276,10 @@ class Learner:
             metrics["rl/speed/mfu"] = self._flops.step(samples) / available
         return metrics
 
-    def _cut(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Cut all rows into mini-batches; every rank does so with the same seed, and then takes its share of each."""
+    def _cut(self, samples: Sequence[SampleT]) -> list[list[SampleT]]:
+        """Cut samples into mini-batches; every rank cuts all with the same seed, and then takes its share of each."""
         seed = seed_for(self._seed, "rl/minibatches", self.version)
-        return cut_minibatches(rows, self.cfg.minibatches_per_step, seed=seed)
+        return cut_minibatches(samples, self.cfg.minibatches_per_step, seed=seed)
 
     def _release_cached_memory(self) -> None:
         """Free cached GPU memory so that sleeping engines on the same GPU can wake."""
@@ -325,7 +325,7 @@ class Learner:
         for group, saved in zip(optimizer.param_groups, settings, strict=True):
             group.update(saved)
 
-    def _prepare(self, samples: Sequence[TrainRow]) -> MiniBatch:
+    def _prepare(self, samples: Sequence[LearnerSample]) -> MiniBatch:
         packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         # Count the samples of all ranks, because gradients are summed over ranks, not averaged.
         denominators = Denominators.of(samples)
@@ -337,7 +337,7 @@ class Learner:
         return partial(token_logps, target_N=micro.target_N, temperature=self.cfg.rollout.sampling.temperature)
 
     @torch.no_grad()
-    def _batch(self, micro: MicroBatch, samples: Sequence[TrainRow], denominators: Denominators) -> LossInputs:
+    def _batch(self, micro: MicroBatch, samples: Sequence[LearnerSample], denominators: Denominators) -> LossInputs:
         """Return the inputs of a micro-batch's loss; those of the old and the initial model by a forward pass each."""
         cfg, head = self.cfg, self._logp_head(micro)
         ref_logp_N = self._ref_logps(micro, head) if cfg.kl_coef > 0 else None
@@ -410,7 +410,7 @@ class SavedSteps:
     def begin(
         self,
         step: int,
-        samples: Sequence[TrainRow],
+        samples: Sequence[LearnerSample],
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         counters: Counters,

@@ -195,15 +195,15 @@ async def run_steps(
             with phase("select"):
                 # The weights before this step have version `step`, because versions count the finished steps.
                 oldest = step - cfg.max_staleness
-                samples = to_samples(collected.kept, cfg, oldest_allowed=oldest)
-                rows = samples.rows if teacher is None else await teacher(samples.rows)
+                selection = to_samples(collected.kept, cfg, oldest_allowed=oldest)
+                samples = selection.samples if teacher is None else await teacher(selection.samples)
                 # No rollout is running now: the config refuses sleeping engines that sample while the learner works,
                 # and in mode `delayed` `Lookahead.next` has waited for all batches.
                 if sleeper is not None:
                     await evals.finish()
                     await sleeper.sleep()
             with phase("learn"):
-                update = await learner.step(rows)
+                update = await learner.step(samples)
             with phase("hand over"):
                 if (load := await engine_stats(engine)) is not None:
                     update |= load.metrics("rl")
@@ -212,7 +212,7 @@ async def run_steps(
                 evals.start(engine, step=step + 1)
             # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
             rollouts.advance()
-            step_log.log(collected, samples.reasons, update, phase.seconds)
+            step_log.log(collected, selection.reasons, update, phase.seconds)
             # After `log`, so that the checkpoint includes this step's counts.
             is_last = state.step == cfg.num_steps or stopping.is_asked()
             if state.step % cfg.runtime.checkpoint.every_steps == 0 or is_last:

@@ -7,7 +7,7 @@ over them, beside the policy term.
 
 Each term is divided by counts of the mini-batch over all ranks, known beforehand, so that cutting the mini-batch into
 micro-batches changes nothing.
-Axis letters: N loss tokens of a micro-batch, C tokens of one chunk, H hidden, V vocabulary.
+A row is one sample. Axis letters: N loss tokens of a micro-batch, C tokens of one chunk, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from klear_core.config.rl import EntropyTargetConfig, RlConfig
 from klear_core.rl.losses import LossInputs, joins_tokens, k3, log_ratio, row_mean, token_loss
-from klear_core.rl.rows import TrainRow
+from klear_core.rl.sample_arrays import LearnerSample
 from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.distributed import World
 from klear_core.train.logps import HeadOutput, TokenLogps, TopTokens, fused_loss, token_logps
@@ -46,7 +46,7 @@ class Denominators:
     """Loss tokens of these rows."""
 
     @classmethod
-    def of(cls, rows: Sequence[TrainRow]) -> Denominators:
+    def of(cls, rows: Sequence[LearnerSample]) -> Denominators:
         """Count the rows of all ranks and their loss tokens."""
         lengths = [r.num_loss_tokens for r in rows]
         positive = sum(n for r, n in zip(rows, lengths, strict=True) if r.is_positive)
@@ -62,7 +62,7 @@ class Denominators:
 
 def make_loss_inputs(
     micro: MicroBatch,
-    rows: Sequence[TrainRow],
+    rows: Sequence[LearnerSample],
     old: TokenLogps | None,
     ref_logp_N: Tensor | None,
     denominators: Denominators,
@@ -123,7 +123,7 @@ def make_loss_inputs(
     return replace(batch, correction_N=mismatch_correction(batch, cfg))
 
 
-def _teacher_coef(row: TrainRow, denominators: Denominators, cfg: RlConfig, policy_scale: float) -> float:
+def _teacher_coef(row: LearnerSample, denominators: Denominators, cfg: RlConfig, policy_scale: float) -> float:
     """Return the factor of log(teacher / policy) in the advantage of a row's tokens; 0 without a teacher."""
     if cfg.distill is None or not row.has_teacher:
         return 0.0
@@ -136,11 +136,11 @@ def _teacher_coef(row: TrainRow, denominators: Denominators, cfg: RlConfig, poli
     return cfg.distill.coef * scale / policy_scale
 
 
-def _teacher_logps(row: TrainRow) -> Sequence[float] | np.ndarray:
+def _teacher_logps(row: LearnerSample) -> Sequence[float] | np.ndarray:
     return row.teacher_logps if row.has_teacher else np.zeros(row.num_tokens)
 
 
-def _likeliest(micro: MicroBatch, here: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+def _likeliest(micro: MicroBatch, here: Sequence[LearnerSample]) -> tuple[Tensor, Tensor]:
     """Return ids of the teacher's K likeliest tokens in place of each loss token, and log-probs among these K.
 
     K is 0 if no row has any.
@@ -278,7 +278,7 @@ def _kl(ref_logp_N: Tensor, logp_N: Tensor, max_log_ratio: float) -> Tensor:
 class MiniBatch:
     """Input of one optimizer step: samples of all ranks, this rank's packed share, and its inputs by micro-batch."""
 
-    samples: Sequence[TrainRow]
+    samples: Sequence[LearnerSample]
     packed: PackedBatch
     inputs: tuple[LossInputs, ...]
 
@@ -333,7 +333,7 @@ def _mismatch(first: MiniBatch, result: UpdateResult, world: World, *, bound: fl
     return {"rl/mismatch/k3": k3_sum / first.packed.num_loss_tokens, "rl/mismatch/max": largest.item()}
 
 
-def staleness(samples: Sequence[TrainRow], *, version: int) -> dict[str, float]:
+def staleness(samples: Sequence[LearnerSample], *, version: int) -> dict[str, float]:
     """Return by how many policy versions the samples are older than `version`; nothing without samples."""
     ages = [version - s.oldest_version for s in samples]
     if not ages:

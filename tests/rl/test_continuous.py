@@ -111,13 +111,13 @@ async def drive(
     async with rollouts as ahead:
         for step in range(run.state.step, until or cfg.num_steps):
             found = await ahead.next()
-            samples = to_samples(found.kept, cfg, oldest_allowed=step - cfg.max_staleness)
+            selection = to_samples(found.kept, cfg, oldest_allowed=step - cfg.max_staleness)
             run.steps.append(found)
-            run.staleness += [step - row.oldest_version for row in samples.rows]
+            run.staleness += [step - row.oldest_version for row in selection.samples]
             await asyncio.sleep(learn_s)
             engine.version = step + 1
             ahead.advance()
-            found.reasons.add(samples.reasons)
+            found.reasons.add(selection.reasons)
             run.state.add_step(
                 {"rl/optim/updates": 1, "rl/optim/skipped": 0},
                 found.reasons,

@@ -22,7 +22,7 @@ from klear_core.errors import ConfigError, TrainingError
 from klear_core.rl.groups import cut_minibatches
 from klear_core.rl.learner import Learner
 from klear_core.rl.losses import k3
-from klear_core.rl.rows import rows_without_tokens, tokens_of, with_tokens
+from klear_core.rl.sample_arrays import tokens_of, with_tokens, without_tokens
 from klear_core.seeding import seed_for
 from klear_core.train.base_model import model_folder
 from klear_core.train.distributed import full_weights
@@ -184,7 +184,7 @@ def test_weights_do_not_depend_on_micro_batches(base: Path, tmp_path: Path, kind
 
 def test_arrays_of_scored_rows_train_as_the_records_do(base: Path, tmp_path: Path) -> None:
     cfg, samples = rl_config(distill={"coef": 0.5}, lm_coef=0.1), scored_samples(8)
-    rows = with_tokens(rows_without_tokens(samples), tokens_of(samples, range(8)))
+    rows = with_tokens(without_tokens(samples), tokens_of(samples, range(8)))
     a, b = learner(base, tmp_path / "a", cfg), learner(base, tmp_path / "b", cfg)
     records, arrays = a.step(samples), b.step(rows)
     assert {k: v for k, v in records.items() if "speed" not in k} == {

@@ -66,7 +66,7 @@ def test_a_step_that_was_saved_with_the_earlier_name_of_its_log_probs_is_read(tm
 
 
 def test_a_row_is_prompt_and_answer_with_loss_on_the_answer() -> None:
-    right, wrong = to_samples([group(rollout(1), rollout(-1))], CENTRED, oldest_allowed=3).rows
+    right, wrong = to_samples([group(rollout(1), rollout(-1))], CENTRED, oldest_allowed=3).samples
     assert right.token_ids == (1, 2, 3, 7, 8)
     assert right.loss_mask == (False, False, False, True, True)
     assert right.sampler_logps == (0, 0, 0, -0.1, -0.2)
@@ -77,7 +77,7 @@ def test_the_language_model_loss_does_not_learn_what_the_policy_loss_unlearns() 
     """Right, but without a tag: reward -2, below the mean of its group."""
     right = rollout(1)
     tagless = replace(right, reward=-2.0, is_positive=False)
-    rows = to_samples([group(right, tagless)], CENTRED, oldest_allowed=0).rows
+    rows = to_samples([group(right, tagless)], CENTRED, oldest_allowed=0).samples
     assert [(r.advantage, r.is_positive) for r in rows] == [(1.5, True), (-1.5, False)]
 
 
@@ -87,14 +87,14 @@ def test_masked_overlong_answers_shape_the_advantages_but_are_not_learnt() -> No
         MASKED,
         oldest_allowed=0,
     )
-    assert [r.advantage for r in found.rows] == [1]
+    assert [r.advantage for r in found.samples] == [1]
     assert found.reasons.counts == {"rollout/trained": 1, "rollout/overlong": 1, "group/trained": 1}
 
 
 def test_answers_older_than_the_bound_never_train() -> None:
     old, young = rollout(1, versions=(2, 3)), rollout(-1, versions=(3, 4))
     found = to_samples([group(old, young)], CENTRED, oldest_allowed=3)
-    assert [r.oldest_version for r in found.rows] == [3]
+    assert [r.oldest_version for r in found.samples] == [3]
     assert found.reasons.counts["rollout/stale"] == 1
 
 

@@ -175,7 +175,7 @@ def test_a_users_reward_decides_what_is_learnt_and_an_answer_that_it_fails_on_ha
     failed = {r.completion.text: r.failed_rewards for r in group.rollouts}
     assert failed == {"a": (), "bad": ("fussy",), "slow": ("fussy",), "aaaa": ()}
     assert collected.reasons.of("rollout") == {}
-    rows = to_samples([group], cfg_with(), oldest_allowed=0).rows
+    rows = to_samples([group], cfg_with(), oldest_allowed=0).samples
     mean, std = 0.5 * 12 / 4, 0.375**0.5  # of 0.5, 1.5, 2 and 2: squares of 1, 0, 0.5 and 0.5 make 1.5 in all
     assert [row.advantage for row in rows] == pytest.approx([(x - mean) / std for x in (0.5, 1.5, 2, 2)], abs=1e-4)
     assert caplog.text.count("the reward 'fussy' failed on an answer") == 1

@@ -14,7 +14,7 @@ from klear_core.cluster.engine_actors import Reply
 from klear_core.config.rl import RlConfig
 from klear_core.rl.groups import to_samples
 from klear_core.rl.objective import Denominators, make_loss_inputs
-from klear_core.rl.rows import rows_without_tokens, tokens_of, with_tokens
+from klear_core.rl.sample_arrays import tokens_of, with_tokens, without_tokens
 from klear_core.train.packing import pack
 from klear_core.types import (
     Completion,
@@ -56,9 +56,9 @@ def measured() -> HostCosts:
     replies = [Reply(request_id=0, completions=(r.completion,)) for group in groups for r in group.rollouts]
     sent = pickle.dumps(replies, protocol=5)
     cfg = RlConfig().model_copy(update={"old_logps": "sampler"})
-    samples = to_samples(groups, cfg, oldest_allowed=0).rows
+    samples = to_samples(groups, cfg, oldest_allowed=0).samples
     everything = range(len(samples))
-    rows = with_tokens(rows_without_tokens(samples), tokens_of(samples, everything))
+    rows = with_tokens(without_tokens(samples), tokens_of(samples, everything))
 
     def send() -> None:
         tokens = tokens_of(samples, everything)
@@ -74,9 +74,9 @@ def measured() -> HostCosts:
     return HostCosts(
         receive=_seconds(lambda: pickle.loads(sent)) / mtok,
         select=_seconds(lambda: to_samples(groups, cfg, oldest_allowed=0)) / mtok,
-        send=(_seconds(send) + _seconds(lambda: rows_without_tokens(samples))) / mtok,
+        send=(_seconds(send) + _seconds(lambda: without_tokens(samples))) / mtok,
         prepare=_seconds(prepare) / mtok,
-        row=_seconds(lambda: pickle.loads(pickle.dumps(rows_without_tokens(many), protocol=5))) / len(many),
+        row=_seconds(lambda: pickle.loads(pickle.dumps(without_tokens(many), protocol=5))) / len(many),
     )
 
 

@@ -1,4 +1,4 @@
-"""Training rows as arrays, so that a learner rank is sent the tokens of its own rows alone. Imports no torch.
+"""Training samples as arrays, so that a learner rank is sent the tokens of its own alone. Imports no torch.
 
 A step of a thousand GPUs has hundreds of millions of tokens. As tuples every rank would unpickle all of them; as arrays
 (int32 ids, float32 log-probs, masks as lengths of runs) they are 8 bytes a token, 12 with a teacher's log-probs and 8
@@ -18,18 +18,18 @@ from klear_core.types import TrainSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens of some rows, end to end."""
+    """Tokens of some samples, end to end."""
 
-    rows: tuple[int, ...]
-    """Indices of these rows among all of the step."""
+    indices: tuple[int, ...]
+    """Places of these samples among all of the step."""
     ids: np.ndarray
     """int32."""
     logps: np.ndarray
     """float32, as the learner computes with them; 0 on prompts."""
     teacher_logps: np.ndarray
-    """float32; only of the rows that have them."""
+    """float32; only of the samples that have them."""
     top_ids: np.ndarray
-    """int32; the teacher's likeliest tokens of these rows."""
+    """int32; the teacher's likeliest tokens in these samples."""
     top_logps: np.ndarray
 
 
@@ -37,11 +37,11 @@ _NO_IDS, _NO_LOGPS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ArrayRow:
-    """A `TrainSample` as arrays; a rank has the tokens of its own rows, and of the others the counts."""
+class SampleArrays:
+    """A `TrainSample` as arrays; a rank has the tokens of its own samples, and of the others the counts."""
 
     index: int
-    """Place among the rows of the step."""
+    """Place among the samples of the step."""
     problem_id: str
     advantage: float
     is_positive: bool
@@ -53,12 +53,12 @@ class ArrayRow:
     prompt_key: int
     """Number of the prompt, among the different ones of the step."""
     token_ids: np.ndarray
-    """int32; empty for a row of another rank, as `sampler_logps` is."""
+    """int32; empty for a sample of another rank, as `sampler_logps` is."""
     sampler_logps: np.ndarray
     has_teacher: bool
     teacher_logps: np.ndarray
     num_tops: int
-    """Length of `top_ids`, which is empty for a row of another rank."""
+    """Length of `top_ids`, which is empty for a sample of another rank."""
     top_ids: np.ndarray
     top_logps: np.ndarray
 
@@ -72,8 +72,8 @@ class ArrayRow:
         """Return the loss mask."""
         return np.repeat(np.arange(len(self.runs)) % 2 == 1, self.runs)
 
-    def sample(self) -> TrainSample:
-        """Return the row as a record, which can be written to a file."""
+    def record(self) -> TrainSample:
+        """Return the sample as a record, which can be written to a file."""
         return TrainSample(
             problem_id=self.problem_id,
             token_ids=tuple(self.token_ids.tolist()),
@@ -88,23 +88,23 @@ class ArrayRow:
         )
 
 
-TrainRow = TrainSample | ArrayRow
-"""A row as the learner reads it."""
-Row = TypeVar("Row", bound=TrainRow)
+LearnerSample = TrainSample | SampleArrays
+"""A sample as the learner reads it: the record where all is in one process, arrays on a rank of several."""
+SampleT = TypeVar("SampleT", bound=LearnerSample)
 
 
-def rows_without_tokens(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:
-    """Return rows with everything but the tokens: what every rank needs to plan the step as the others do."""
+def without_tokens(samples: Sequence[TrainSample]) -> tuple[SampleArrays, ...]:
+    """Return samples with everything but the tokens: what every rank needs to plan the step as the others do."""
     numbers: dict[Hashable, int] = {}
-    rows = []
+    arrays = []
     for index, sample in enumerate(samples):
         mask = np.fromiter(sample.loss_mask, np.bool_, len(sample.loss_mask))
         # Where the mask changes; a leading False gives a mask that begins with True an empty first run.
         changes = np.flatnonzero(np.diff(mask, prepend=False))
         runs = np.diff(changes, prepend=0, append=len(mask))
         prompt = sample.token_ids[: int(runs[0])]
-        rows.append(
-            ArrayRow(
+        arrays.append(
+            SampleArrays(
                 index=index,
                 problem_id=sample.problem_id,
                 advantage=sample.advantage,
@@ -123,12 +123,12 @@ def rows_without_tokens(samples: Sequence[TrainSample]) -> tuple[ArrayRow, ...]:
                 top_logps=_NO_LOGPS,
             )
         )
-    return tuple(rows)
+    return tuple(arrays)
 
 
-def tokens_of(samples: Sequence[TrainSample], rows: Sequence[int]) -> Tokens:
+def tokens_of(samples: Sequence[TrainSample], indices: Sequence[int]) -> Tokens:
     """Return the tokens of these of the samples."""
-    chosen = [samples[i] for i in rows]
+    chosen = [samples[i] for i in indices]
     ends = np.cumsum([0, *(len(sample.token_ids) for sample in chosen)]).tolist()
     ids, logps = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
     for sample, start, end in zip(chosen, ends, ends[1:], strict=False):
@@ -139,7 +139,7 @@ def tokens_of(samples: Sequence[TrainSample], rows: Sequence[int]) -> Tokens:
     tops = [np.fromiter(s.top_ids, np.int32, len(s.top_ids)) for s in chosen]
     top_logps = [np.fromiter(s.top_logps, np.float32, len(s.top_logps)) for s in chosen]
     return Tokens(
-        rows=tuple(rows),
+        indices=tuple(indices),
         ids=ids,
         logps=logps,
         teacher_logps=np.concatenate([_NO_LOGPS, *scored]),
@@ -148,15 +148,15 @@ def tokens_of(samples: Sequence[TrainSample], rows: Sequence[int]) -> Tokens:
     )
 
 
-def with_tokens(counts: Sequence[ArrayRow], tokens: Tokens) -> list[ArrayRow]:
-    """Return all rows of the step, those of `tokens` with views of its arrays."""
-    rows, start, teacher_start, top_start = list(counts), 0, 0, 0
-    for i in tokens.rows:
-        end = start + rows[i].num_tokens
-        teacher_end = teacher_start + rows[i].num_tokens * rows[i].has_teacher
-        top_end = top_start + rows[i].num_tops
-        rows[i] = replace(
-            rows[i],
+def with_tokens(counts: Sequence[SampleArrays], tokens: Tokens) -> list[SampleArrays]:
+    """Return all samples of the step, those of `tokens` with views of its arrays."""
+    samples, start, teacher_start, top_start = list(counts), 0, 0, 0
+    for i in tokens.indices:
+        end = start + samples[i].num_tokens
+        teacher_end = teacher_start + samples[i].num_tokens * samples[i].has_teacher
+        top_end = top_start + samples[i].num_tops
+        samples[i] = replace(
+            samples[i],
             token_ids=tokens.ids[start:end],
             sampler_logps=tokens.logps[start:end],
             teacher_logps=tokens.teacher_logps[teacher_start:teacher_end],
@@ -164,16 +164,16 @@ def with_tokens(counts: Sequence[ArrayRow], tokens: Tokens) -> list[ArrayRow]:
             top_logps=tokens.top_logps[top_start:top_end],
         )
         start, teacher_start, top_start = end, teacher_end, top_end
-    return rows
-
-
-def samples_here(rows: Sequence[TrainRow]) -> list[TrainSample]:
-    """Return as records those of the rows whose tokens are here."""
-    samples = []
-    for row in rows:
-        match row:
-            case TrainSample():
-                samples.append(row)
-            case ArrayRow() if len(row.token_ids):
-                samples.append(row.sample())
     return samples
+
+
+def samples_here(samples: Sequence[LearnerSample]) -> list[TrainSample]:
+    """Return as records those of the samples whose tokens are here."""
+    records = []
+    for sample in samples:
+        match sample:
+            case TrainSample():
+                records.append(sample)
+            case SampleArrays() if len(sample.token_ids):
+                records.append(sample.record())
+    return records
