@@ -101,7 +101,7 @@ class FakeJudge:
         return self.rule(problem, response) or (RIGHT if response.endswith("1") else WRONG)
 
 
-def make_exam(engine: FakeEngine | None = None, judge: FakeJudge | None = None) -> EvalSetup:
+def make_setup(engine: FakeEngine | None = None, judge: FakeJudge | None = None) -> EvalSetup:
     return EvalSetup(
         answerer=EngineAnswerer(engine=engine or FakeEngine(), render=render), judge=(judge or FakeJudge()).judge_async
     )

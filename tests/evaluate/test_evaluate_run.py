@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_problem, render
+from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_problem, make_setup, render
 
 from klear_core.artifacts.manifest import InputRecord, Manifest, StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
@@ -47,12 +47,12 @@ def samples(workdir: Path) -> list[EvalSample]:
 
 def test_a_response_begins_with_what_its_prompt_opened(tmp_path: Path) -> None:
     answerer = EngineAnswerer(engine=FakeEngine(), render=render, opening="<think>\n")
-    run(tmp_path, dataclasses.replace(make_exam(), answerer=answerer))
+    run(tmp_path, dataclasses.replace(make_setup(), answerer=answerer))
     assert {s.response.startswith("<think>\nanswer ") for s in samples(tmp_path)} == {True}
 
 
 def test_every_problem_is_answered_n_times_and_once_greedily(tmp_path: Path) -> None:
-    summary = run(tmp_path, make_exam())
+    summary = run(tmp_path, make_setup())
     assert [(s.problem_id, s.decoding, s.sample_idx) for s in samples(tmp_path)] == [
         (p.problem_id, decoding, i)
         for p in TOY.problems
@@ -67,7 +67,7 @@ def test_every_problem_is_answered_n_times_and_once_greedily(tmp_path: Path) -> 
 
 def test_every_sample_has_a_seed_of_its_own_and_the_profile_of_the_settings(tmp_path: Path) -> None:
     engine = FakeEngine()
-    run(tmp_path, make_exam(engine))
+    run(tmp_path, make_setup(engine))
     sampled = [p for _, p in engine.asked if p.temperature > 0]
     greedy = [p for _, p in engine.asked if p.temperature == 0]
     assert len({p.seed for p in sampled}) == 15
@@ -80,8 +80,8 @@ def test_every_sample_has_a_seed_of_its_own_and_the_profile_of_the_settings(tmp_
 
 def test_more_samples_do_not_change_earlier_ones(tmp_path: Path) -> None:
     more = Benchmark(name="toy", problems=TOY.problems, num_samples=4)
-    run(tmp_path / "3", make_exam())
-    run(tmp_path / "4", make_exam(), suite=(more,))
+    run(tmp_path / "3", make_setup())
+    run(tmp_path / "4", make_setup(), suite=(more,))
     assert set(samples(tmp_path / "3")) < set(samples(tmp_path / "4"))
 
 
@@ -89,7 +89,7 @@ def store_evaluation(artifacts: Path, job: EvaluateJob, fingerprint: str) -> Non
     """A finished evaluation of the model "m" with these settings."""
     store = LocalStore(artifacts)
     with store.create(job.kind, fingerprint) as slot:
-        run(slot.workdir, make_exam(), job.evaluate)
+        run(slot.workdir, make_setup(), job.evaluate)
         manifest = Manifest(
             kind=job.kind,
             fingerprint=fingerprint,
@@ -122,9 +122,9 @@ def test_a_larger_n_takes_the_answers_of_an_earlier_evaluation_and_samples_the_o
     begun = dataclasses.replace(more, earlier=earlier_answers(tmp_path, larger, model="m"))
 
     engine = FakeEngine()
-    summary = run(tmp_path / "more", make_exam(engine), suite=(begun,))
+    summary = run(tmp_path / "more", make_setup(engine), suite=(begun,))
     assert len(engine.asked) == 10  # two more for each of five problems; the greedy ones are there
-    run(tmp_path / "at_once", make_exam(), suite=(more,))
+    run(tmp_path / "at_once", make_setup(), suite=(more,))
     assert samples(tmp_path / "more") == samples(tmp_path / "at_once")
     assert read_reports(tmp_path / "more") == read_reports(tmp_path / "at_once")
     note = "toy: 20 of 30 answers were sampled by earlier evaluations (abcdef) and judged again"
@@ -159,13 +159,13 @@ def test_answers_of_a_damaged_evaluation_are_not_used(tmp_path: Path) -> None:
 
 
 def test_greedy_can_be_left_out(tmp_path: Path) -> None:
-    run(tmp_path, make_exam(), cfg=CFG.model_copy(update={"greedy": False}))
+    run(tmp_path, make_setup(), cfg=CFG.model_copy(update={"greedy": False}))
     assert {s.decoding for s in samples(tmp_path)} == {"sampled"}
     assert read_reports(tmp_path)[0].greedy is None
 
 
 def test_the_report_carries_the_whole_decoding_profile(tmp_path: Path) -> None:
-    run(tmp_path, make_exam())
+    run(tmp_path, make_setup())
     profile = read_reports(tmp_path)[0].decoding
     assert profile.sampling == CFG.sampling
     assert profile.engine == CFG.engine
@@ -173,14 +173,14 @@ def test_the_report_carries_the_whole_decoding_profile(tmp_path: Path) -> None:
 
 
 def test_a_finished_shard_is_not_asked_again_and_the_result_is_that_of_one_run(tmp_path: Path) -> None:
-    expected = run(tmp_path / "straight", make_exam())
+    expected = run(tmp_path / "straight", make_setup())
     with pytest.raises(RuntimeError, match="power cut"):
-        run(tmp_path / "broken", make_exam(FakeEngine({3: RuntimeError("power cut")})))
+        run(tmp_path / "broken", make_setup(FakeEngine({3: RuntimeError("power cut")})))
     done = {s.problem_id for s in samples(tmp_path / "broken")}
     assert done == {"p000", "p001"}  # 4 answers a problem; the first shard of 6 was whole, the second broke at its last
 
     second = FakeEngine()
-    assert run(tmp_path / "broken", make_exam(second)) == expected
+    assert run(tmp_path / "broken", make_setup(second)) == expected
     assert len(second.asked) == 20 - 6
     assert samples(tmp_path / "broken") == samples(tmp_path / "straight")
     assert read_reports(tmp_path / "broken") == read_reports(tmp_path / "straight")
@@ -190,7 +190,7 @@ def test_a_finished_shard_is_not_asked_again_and_the_result_is_that_of_one_run(t
 def test_a_stored_shard_without_its_planned_answers_is_refused_before_the_first_token(
     tmp_path: Path, change: str
 ) -> None:
-    run(tmp_path, make_exam())
+    run(tmp_path, make_setup())
     shards = sorted((tmp_path / "samples").glob("*.parquet"))
     stored = read_shard(shards[0], EvalSample)
     other = dataclasses.replace(stored[0], problem_id="p009")
@@ -199,18 +199,18 @@ def test_a_stored_shard_without_its_planned_answers_is_refused_before_the_first_
     shards[1].unlink()
     engine = FakeEngine()
     with pytest.raises(DataError, match=rf"{shards[0].name}: holds \d of \d planned answers to benchmark 'toy'"):
-        run(tmp_path, make_exam(engine))
+        run(tmp_path, make_setup(engine))
     assert not engine.asked
 
 
 def test_what_could_not_be_judged_is_judged_again_but_not_sampled_again(tmp_path: Path) -> None:
     cfg = CFG.model_copy(update={"max_unscored_rate": 1.0})
     flaky = FakeJudge(lambda p, r: UNJUDGED if p.problem_id == "p001" else None)
-    run(tmp_path, make_exam(judge=flaky), cfg=cfg)
+    run(tmp_path, make_setup(judge=flaky), cfg=cfg)
     assert read_reports(tmp_path)[0].unscored_problems == ("p001",)
 
     engine, judge = FakeEngine(), FakeJudge()
-    run(tmp_path, make_exam(engine, judge), cfg=cfg)
+    run(tmp_path, make_setup(engine, judge), cfg=cfg)
     assert not engine.asked
     assert judge.judged == ["p001"] * 4
     assert read_reports(tmp_path)[0].unscored_problems == ()
@@ -223,15 +223,15 @@ def test_too_many_unscored_answers_stop_the_stage_with_the_outcomes(tmp_path: Pa
     with pytest.raises(
         JudgeError, match=r"'toy': 3 of 20 answers.*\(3 judge_failed\).*max_unscored_rate = 0.1.*p002: worker died"
     ):
-        run(tmp_path, make_exam(engine, flaky), cfg=cfg)
+        run(tmp_path, make_setup(engine, flaky), cfg=cfg)
     assert max(number for number, _ in engine.asked) == 2
-    run(tmp_path, make_exam(), cfg=cfg)
+    run(tmp_path, make_setup(), cfg=cfg)
     assert len(samples(tmp_path)) == 20
 
 
 def test_each_benchmark_has_its_own_report_and_shards(tmp_path: Path) -> None:
     other = Benchmark(name="toy_2", problems=TOY.problems[:1], num_samples=1)
-    run(tmp_path, make_exam(), suite=(TOY, other))
+    run(tmp_path, make_setup(), suite=(TOY, other))
     assert [(r.benchmark, r.num_problems) for r in read_reports(tmp_path)] == [("toy", 5), ("toy_2", 1)]
     assert len(samples(tmp_path)) == 22
     assert sorted(p.name for p in (tmp_path / "samples").iterdir())[-1] == "toy_2-00000-of-00001.parquet"
@@ -253,7 +253,7 @@ def test_sampling_and_judging_overlap(tmp_path: Path) -> None:
             return await super().generate(prompt_ids, params)  # type: ignore[arg-type]
 
     cfg = CFG.model_copy(update={"runtime": EvaluateRuntime(max_in_flight=2)})
-    run(tmp_path, make_exam(Watched(), SlowJudge()), cfg=cfg)
+    run(tmp_path, make_setup(Watched(), SlowJudge()), cfg=cfg)
     assert len(samples(tmp_path)) == 20
 
 
@@ -275,7 +275,7 @@ def test_engines_are_closed_after_the_last_answer_while_judges_work(tmp_path: Pa
         pool = EnginePool([LocalMember("engine 0", build, limit=4)], RestartLimit(0, window_s=1, key="none").count)
         await pool.start()
         inline_eval = dataclasses.replace(
-            make_exam(judge=SlowJudge()), answerer=EngineAnswerer(engine=pool, render=render)
+            make_setup(judge=SlowJudge()), answerer=EngineAnswerer(engine=pool, render=render)
         )
         cfg = CFG.model_copy(update={"runtime": EvaluateRuntime(max_in_flight=100)})
         answering = answer_benchmarks(cfg, (TOY,), inline_eval, seed=3, workdir=tmp_path, telemetry=NullTelemetry())
@@ -293,9 +293,9 @@ def test_a_problem_that_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match="benchmark 'toy', problem p002: the engine rejected the request: prompt of 600 tokens"
     ):
-        run(tmp_path, make_exam(FakeEngine({2: ValueError("prompt of 600 tokens")})))
+        run(tmp_path, make_setup(FakeEngine({2: ValueError("prompt of 600 tokens")})))
 
 
 def test_an_answer_that_the_engine_cut_off_is_never_scored(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="problem p002: the engine aborted the request"):
-        run(tmp_path, make_exam(FakeEngine({2: ("half", "abort")})))
+        run(tmp_path, make_setup(FakeEngine({2: ("half", "abort")})))

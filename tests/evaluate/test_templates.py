@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from evaluate_fakes import FakeEngine, FakeJudge, make_exam, make_problem
+from evaluate_fakes import FakeEngine, FakeJudge, make_problem, make_setup
 from pydantic import ValidationError
 
 from klear_core.artifacts.records import read_shards
@@ -51,11 +51,11 @@ def right_if_terse(_problem: Problem, response: str) -> Verdict:
 def evaluated(workdir: Path, **settings: object) -> tuple[EvalReport, Wording]:
     cfg = EvaluateConfig.model_validate(settings)
     engine = Wording()
-    inline_eval = make_exam(judge=FakeJudge(right_if_terse))
+    setup = make_setup(judge=FakeJudge(right_if_terse))
     answerer = EngineAnswerer(engine=engine, render=lambda question: tuple(question.encode()))
-    inline_eval = dataclasses.replace(inline_eval, answerer=answerer)
+    setup = dataclasses.replace(setup, answerer=answerer)
     telemetry = NullTelemetry()
-    asyncio.run(answer_benchmarks(cfg, (TOY,), inline_eval, seed=3, workdir=workdir, telemetry=telemetry))
+    asyncio.run(answer_benchmarks(cfg, (TOY,), setup, seed=3, workdir=workdir, telemetry=telemetry))
     summary = report_scores(cfg, (TOY,), VerifyConfig(), seed=3, workdir=workdir, telemetry=telemetry)
     assert summary.counts["answers"] == len(engine.questions)
     (report,) = read_reports(workdir)
@@ -109,10 +109,10 @@ def test_a_killed_run_resumes_in_the_middle_of_the_templates(tmp_path: Path) -> 
     shards[-1].unlink()
     cfg = EvaluateConfig.model_validate(settings)
     engine = Wording()
-    inline_eval = make_exam(judge=FakeJudge(right_if_terse))
+    setup = make_setup(judge=FakeJudge(right_if_terse))
     answerer = EngineAnswerer(engine=engine, render=lambda question: tuple(question.encode()))
-    inline_eval = dataclasses.replace(inline_eval, answerer=answerer)
-    asyncio.run(answer_benchmarks(cfg, (TOY,), inline_eval, seed=3, workdir=tmp_path, telemetry=NullTelemetry()))
+    setup = dataclasses.replace(setup, answerer=answerer)
+    asyncio.run(answer_benchmarks(cfg, (TOY,), setup, seed=3, workdir=tmp_path, telemetry=NullTelemetry()))
     report_scores(cfg, (TOY,), VerifyConfig(), seed=3, workdir=tmp_path, telemetry=NullTelemetry())
     assert engine.questions == ["Solve: 3"] * 4
     assert read_reports(tmp_path) == (whole,)

@@ -64,7 +64,7 @@ class FiledPoints(Points):
         self.file.append(metrics, step=step)
 
 
-class VersionExam:
+class VersionEval:
     """Reports the version of the weights at the start and at the end of its answers."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class VersionExam:
         return {"avg": before / 10, "tokens_mean": 3.0}
 
 
-class InterruptedExam(VersionExam):
+class InterruptedEval(VersionEval):
     """Stops the run at the score of one version."""
 
     def __init__(self, version: int) -> None:
@@ -98,7 +98,7 @@ def curve_config(every_steps: int, *, checkpoint_every: int = 1, **changes: obje
     return rl_config(runtime=RlRuntime(device="cpu", checkpoint=checkpoint, curve=curve), **changes)
 
 
-def run(cfg: RlConfig, base: Path, workdir: Path, telemetry: Points, inline_eval: VersionExam | None) -> None:
+def run(cfg: RlConfig, base: Path, workdir: Path, telemetry: Points, inline_eval: VersionEval | None) -> None:
     setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir)
     asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, telemetry, LocalWorkers(), RlOptions(inline_eval=inline_eval)))
 
@@ -107,7 +107,7 @@ def run(cfg: RlConfig, base: Path, workdir: Path, telemetry: Points, inline_eval
 def test_the_model_is_scored_before_step_1_every_few_steps_and_at_the_end_each_time_by_one_version(
     base: Path, tmp_path: Path, max_staleness: int
 ) -> None:
-    inline_eval, telemetry = VersionExam(), Points()
+    inline_eval, telemetry = VersionEval(), Points()
     run(curve_config(2, num_steps=5, max_staleness=max_staleness), base, tmp_path, telemetry, inline_eval)
     assert inline_eval.seen == [(0, 0), (2, 2), (4, 4), (5, 5)]
     assert telemetry.points == [(step, {"rl/eval/avg": step / 10, "rl/eval/tokens_mean": 3.0}) for step in (0, 2, 4, 5)]
@@ -119,9 +119,9 @@ def test_the_model_is_scored_before_step_1_every_few_steps_and_at_the_end_each_t
 
 def test_a_killed_run_scores_the_checkpoint_that_it_goes_on_from(base: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run(curve_config(2, num_steps=4), base, tmp_path, Points(fail_at=3), VersionExam())
+        run(curve_config(2, num_steps=4), base, tmp_path, Points(fail_at=3), VersionEval())
     telemetry = Points()
-    run(curve_config(2, num_steps=4), base, tmp_path, telemetry, VersionExam())
+    run(curve_config(2, num_steps=4), base, tmp_path, telemetry, VersionEval())
     assert telemetry.order == ["point 2", "row 3", "row 4", "point 4"]
 
 
@@ -132,8 +132,8 @@ def test_a_killed_run_has_each_point_once(base: Path, tmp_path: Path, fail_at: i
     cfg = curve_config(1, num_steps=4, checkpoint_every=checkpoint_every)
     killed, resumed = FiledPoints(tmp_path, fail_at=fail_at), FiledPoints(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        run(cfg, base, tmp_path, killed, VersionExam())
-    run(cfg, base, tmp_path, resumed, VersionExam())
+        run(cfg, base, tmp_path, killed, VersionEval())
+    run(cfg, base, tmp_path, resumed, VersionEval())
     points = [row["step"] for row in read_metrics(tmp_path / METRICS_FILE) if "rl/eval/avg" in row]
     assert points == [0, 1, 2, 3, 4]
     begun = (fail_at - 1) // checkpoint_every * checkpoint_every
@@ -145,9 +145,9 @@ def test_a_run_killed_while_its_last_model_is_scored_gets_this_score_when_it_goe
 ) -> None:
     cfg = curve_config(2, num_steps=2)
     with pytest.raises(KeyboardInterrupt):
-        run(cfg, base, tmp_path, FiledPoints(tmp_path), InterruptedExam(version=2))
+        run(cfg, base, tmp_path, FiledPoints(tmp_path), InterruptedEval(version=2))
     for _ in range(2):  # the second has all points
-        run(cfg, base, tmp_path, FiledPoints(tmp_path), VersionExam())
+        run(cfg, base, tmp_path, FiledPoints(tmp_path), VersionEval())
         points = [row["step"] for row in read_metrics(tmp_path / METRICS_FILE) if "rl/eval/avg" in row]
         assert points == [0, 2]
 

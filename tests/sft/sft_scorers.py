@@ -16,7 +16,7 @@ from klear_core.errors import ResourceError
 from klear_core.train.inline_eval import ModelScorer
 
 
-class TeacherLogps:
+class CountingScorer:
     """Reports the number of models so far as the score, and keeps their weights."""
 
     def __init__(self, fail_at: int = -1) -> None:

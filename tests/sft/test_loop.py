@@ -9,7 +9,7 @@ import torch
 from gloo_ranks import run_ranks
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from sft_scorers import TeacherLogps, opened, with_curve
+from sft_scorers import CountingScorer, opened, with_curve
 from sft_traces import config, inputs, trace
 from transformers import AutoModelForCausalLM
 
@@ -223,7 +223,7 @@ def test_a_stage_whose_updates_are_all_skipped_has_no_losses_and_says_why(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("context_parallel", [1, 2])
 def test_two_ranks_train_as_one_process(given, tmp_path, context_parallel):
-    one, two, scorer = Recorder(), Recorder(), TeacherLogps()
+    one, two, scorer = Recorder(), Recorder(), CountingScorer()
     run(given, tmp_path / "one", one, max_steps=5)
     run(given, tmp_path / "two", two, scorer, max_steps=5, num_workers=2, context_parallel=context_parallel)
     assert two.column("sft/loss/train") == pytest.approx(one.column("sft/loss/train"), abs=1e-5)

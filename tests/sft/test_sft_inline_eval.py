@@ -12,7 +12,7 @@ import pytest
 import torch
 from gloo_ranks import run_ranks
 from safetensors.torch import load_file
-from sft_scorers import TeacherLogps, opened, with_curve
+from sft_scorers import CountingScorer, opened, with_curve
 from sft_traces import config, inputs
 from toy_inline_evals import toy_inline_eval
 
@@ -111,7 +111,7 @@ def weights(workdir: Path) -> dict[str, torch.Tensor]:
 def test_the_base_is_scored_as_step_0_then_every_few_steps_and_the_model_that_is_saved(
     given: Given, tmp_path: Path
 ) -> None:
-    scorer = TeacherLogps()
+    scorer = CountingScorer()
     assert run(given, tmp_path / "with", curve_config(2), Telemetry(tmp_path / "with"), scorer) == ()
     assert points(tmp_path / "with") == [(0, 1.0), (2, 2.0), (4, 3.0), (5, 4.0)]
     assert same(scorer.seen[0], load_file(given[0] / "model" / "model.safetensors"))
@@ -128,7 +128,7 @@ def test_training_waits_for_no_score_and_the_models_queue(given: Given, tmp_path
     telemetry = Telemetry(tmp_path)
     telemetry.num_steps = 5
 
-    class Slow(TeacherLogps):
+    class Slow(CountingScorer):
         def score(self, model: Path) -> dict[str, float]:
             assert telemetry.last_step.wait(60), "training waits for the first score"
             return super().score(model)
@@ -143,7 +143,7 @@ def test_a_score_that_fails_is_told_and_costs_no_training(
     given: Given, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        notes = run(given, tmp_path, curve_config(2), Telemetry(tmp_path), TeacherLogps(fail_at=1))
+        notes = run(given, tmp_path, curve_config(2), Telemetry(tmp_path), CountingScorer(fail_at=1))
     assert notes == ("the curve has no score after step 2: the engine died",)
     assert "sft: the model after step 2 could not be scored: the engine died" in caplog.messages
     assert [step for step, _ in points(tmp_path)] == [0, 4, 5]
@@ -155,7 +155,7 @@ def test_a_score_that_cannot_be_logged_is_told_and_costs_no_training(given: Give
         def add(self, metrics: Mapping[str, float], *, step: int) -> None:
             raise OSError("no space left on device")
 
-    notes = run(given, tmp_path, curve_config(5), Full(tmp_path), TeacherLogps())
+    notes = run(given, tmp_path, curve_config(5), Full(tmp_path), CountingScorer())
     assert notes == ("the curve may lack its last scores: no space left on device",)
     assert min(waiting(tmp_path)).name == "step-00000000"  # the next attempt scores it
     assert (tmp_path / "model" / "model.safetensors").exists()
@@ -164,26 +164,26 @@ def test_a_score_that_cannot_be_logged_is_told_and_costs_no_training(given: Give
 def test_a_model_that_cannot_be_written_is_told_and_costs_no_training(given: Given, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "curve").write_text("a file where the folder should be")
-    notes = run(given, tmp_path, curve_config(5), Telemetry(tmp_path), TeacherLogps())
+    notes = run(given, tmp_path, curve_config(5), Telemetry(tmp_path), CountingScorer())
     assert notes == ("the curve has no score after step 0, 5: the model could not be written",)
     assert points(tmp_path) == []
 
 
 @pytest.mark.parametrize("die_at", [2, 4, 5])  # before the first checkpoint, after it, at the last step
 def test_a_killed_run_keeps_its_points_and_scores_none_of_them_twice(given: Given, tmp_path: Path, die_at: int) -> None:
-    scorer = TeacherLogps()
+    scorer = CountingScorer()
     with pytest.raises(KeyboardInterrupt):
         run(given, tmp_path, curve_config(2), Telemetry(tmp_path, die_at), scorer)
     assert scorer.stopped.is_set()
     run(given, tmp_path, curve_config(2), Telemetry(tmp_path), scorer)
     assert [step for step, _ in points(tmp_path)] == [0, 2, 4, 5]
     assert waiting(tmp_path) == []
-    run(given, tmp_path / "whole", curve_config(2), Telemetry(tmp_path / "whole"), unbroken := TeacherLogps())
+    run(given, tmp_path / "whole", curve_config(2), Telemetry(tmp_path / "whole"), unbroken := CountingScorer())
     assert same(scorer.seen[-1], unbroken.seen[-1])
 
 
 def test_an_error_of_the_training_stops_the_scorer(given: Given, tmp_path: Path) -> None:
-    class Endless(TeacherLogps):
+    class Endless(CountingScorer):
         def score(self, model: Path) -> dict[str, float]:
             assert self.stopped.wait(60)
             raise ResourceError("stopped")
