@@ -183,7 +183,7 @@ class MlflowBackend:
     def open(self, record: TrackedRun) -> OpenRun:
         """Open the stage's run and its parent, or reopen existing ones, and log parameters and inputs."""
         # Under a lock, because MLflow has no "create unless it exists": two processes would each make the parent run.
-        with self._requests(alone=True):
+        with self._requests(is_exclusive=True):
             experiment_id = self._experiment()
             parent, parent_ended = self._parent(record, experiment_id)
             if record.status == "RUNNING":  # an ended stage's record is delivered without the artifact's lock
@@ -202,14 +202,14 @@ class MlflowBackend:
         return OpenRun(child.info.run_id, parent.info.run_id, parent_ended)
 
     @contextmanager
-    def _requests(self, *, alone: bool = False) -> Iterator[None]:
-        """Translate the errors of a block of requests; `alone` keeps other processes of the workspace from theirs.
+    def _requests(self, *, is_exclusive: bool = False) -> Iterator[None]:
+        """Translate the errors of a block of requests; `is_exclusive` keeps other processes from theirs.
 
         A signal waits for the end of a block that writes to a file: an interrupted write would leave the file locked.
         """
         turn = file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who))
         is_file = self._artifacts is not None
-        with translated(), turn if alone else nullcontext(), signals_held() if is_file else nullcontext():
+        with translated(), turn if is_exclusive else nullcontext(), signals_held() if is_file else nullcontext():
             yield
 
     def last_step(self, run_id: str, name: str) -> int | None:
@@ -239,7 +239,7 @@ class MlflowBackend:
         scores = _scores(record, ref)
         self.log_metrics(run.parent_id, [*counts, *scores])
         # Alone: another process of the workspace may deliver the same record.
-        with self._requests(alone=True):
+        with self._requests(is_exclusive=True):
             self._client.set_tag(run.run_id, "klear.uri", ref.uri)
             if record.makes_model:
                 self._reference_model(run, ref, record.stage)
@@ -275,7 +275,7 @@ class MlflowBackend:
 
     def end_pipeline(self, record: TrackedRun) -> None:
         """Close the pipeline's run."""
-        with self._requests(alone=True):
+        with self._requests(is_exclusive=True):
             parent, _ = self._parent(record, self._experiment())
             self._client.set_terminated(parent.info.run_id, status=record.status, end_time=record.ended_ms)
 
@@ -341,7 +341,7 @@ class MlflowBackend:
     def _show_columns(self, metrics: Sequence[str], at_ms: int) -> None:
         """Add columns for these metrics to the shared view of the runs, if the user may change the experiment."""
         try:
-            with self._requests(alone=True):
+            with self._requests(is_exclusive=True):
                 experiment_id = self._experiment()
                 tag = self._client.get_experiment(experiment_id).tags.get(VIEW_TAG)
                 view = scores_view(tag, metrics, at_ms=at_ms)

@@ -119,7 +119,7 @@ class HttpTeacher:
             if isinstance(outcome, TeacherReply):
                 return TeacherSample(result=outcome, usage=usage)
             # A full server that answers other requests is no failure of this sample, which waits as long as it takes.
-            num_counted += outcome.counts and not (outcome.is_refusal and attempt.others_succeeded)
+            num_counted += outcome.is_counted and not (outcome.is_refusal and attempt.others_succeeded)
             if outcome.is_final:
                 assert attempt.endpoint is not None
                 refusals.said[attempt.endpoint] = outcome.detail
@@ -249,7 +249,7 @@ class FailedTry:
     is_final: bool = False
     """Whether another attempt at this endpoint cannot help."""
     is_unreachable: bool = False
-    counts: bool = True
+    is_counted: bool = True
     """Whether it counts towards `max_attempts`."""
     retry_after_s: float = 0.0
 
@@ -412,7 +412,7 @@ class Attempt:
             return FailedTry(reason=f"http_{status}", detail=detail, is_refusal=is_refusal, retry_after_s=wait_s)
         if self._has_stream_options and "stream_options" in text:
             endpoint.takes_stream_options = False  # an older server; tokens are then estimated
-            return FailedTry(reason="no_stream_options", detail=detail, counts=False)
+            return FailedTry(reason="no_stream_options", detail=detail, is_counted=False)
         return FailedTry(reason="rejected", detail=detail, is_final=True)
 
     def _count_usage(self, endpoint: Endpoint) -> None:

@@ -86,12 +86,12 @@ def pool_problems(work: PendingWork) -> Iterator[str]:
     yield from pool_problems_on(nodes, work)
 
 
-def pool_problems_on(nodes: Sequence[Node], work: PendingWork, *, elsewhere: bool = False) -> Iterator[str]:
+def pool_problems_on(nodes: Sequence[Node], work: PendingWork, *, are_remote: bool = False) -> Iterator[str]:
     """Yield a problem for each stage that samples with engines for which these nodes have no room.
 
-    Devices of this machine are checked by `machine_problems`, which asks torch for them; nodes may be `elsewhere`.
+    Devices of this machine are checked by `machine_problems`, which asks torch for them; `are_remote`: no node is it.
     """
-    if elsewhere or joins_a_cluster():
+    if are_remote or joins_a_cluster():
         yield from _devices_missing(work, has_gpu=lambda: any(node.num_gpus for node in nodes))
     sampling: dict[str, EvaluateConfig | TagConfig | LocalTeacherConfig | OpdRolloutsConfig | OpdTeacherConfig] = {
         **{stage.section: job.evaluate for stage, job in work.pending(EvaluateJob)},  # one section for all models

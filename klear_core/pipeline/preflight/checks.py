@@ -140,7 +140,7 @@ def problems_on_nodes(
     """Return what would stop a run on these nodes. Devices, disk and sandbox of this machine do not count."""
     work = PendingWork.of(config, chosen, ())
     checks: list[Callable[[PendingWork], Iterator[str]]] = [check for check in _CHECKS if check not in _OF_THIS_MACHINE]
-    checks += [partial(pool_problems_on, nodes, elsewhere=True), partial(problems_on, nodes, elsewhere=True)]
+    checks += [partial(pool_problems_on, nodes, are_remote=True), partial(problems_on, nodes, are_remote=True)]
     return list(dict.fromkeys(problem for check in checks for problem in check(work)))
 
 

@@ -280,9 +280,9 @@ def placement_problems(work: PendingWork) -> Iterator[str]:
         yield from problems_on(nodes, work)
 
 
-def problems_on(nodes: Sequence[Node], work: PendingWork, *, elsewhere: bool = False) -> Iterator[str]:
-    """Yield why the learners and engines of a stage cannot be placed on these nodes, here or `elsewhere`."""
-    has_no_device = not any(node.num_gpus for node in nodes) and not (elsewhere or joins_a_cluster())
+def problems_on(nodes: Sequence[Node], work: PendingWork, *, are_remote: bool = False) -> Iterator[str]:
+    """Yield why the learners and engines of a stage cannot be placed on these nodes; `are_remote`: not here."""
+    has_no_device = not any(node.num_gpus for node in nodes) and not (are_remote or joins_a_cluster())
     for stage, learner in work.trainings():
         training, size = learner.training, trained_size(work.config, stage)
         try:

@@ -315,9 +315,9 @@ def test_on_policy_distillation_is_checked_like_other_trainings(
     single, eight = (Node(name="a", num_cpus=96, num_gpus=n) for n in (1, 8))
     (placed,) = problems_on([single], work)
     assert placed.startswith("opd.train.runtime: runtime.num_workers = 8: every learner rank needs 1 GPU")
-    (pool,) = pool_problems_on([single], work, elsewhere=True)
+    (pool,) = pool_problems_on([single], work, are_remote=True)
     assert pool.startswith("opd.teacher.runtime.num_engines = 'auto': 1 engines with 2 GPUs each")
-    assert [*problems_on([eight], work), *pool_problems_on([eight], work, elsewhere=True)] == []
+    assert [*problems_on([eight], work), *pool_problems_on([eight], work, are_remote=True)] == []
     assert [p.split(":")[0] for p in memory_problems(work)][-1] == "opd.train.runtime"
     assert needed_gb(work) > 3 * CHECKPOINT_GB + MODEL_GB
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
