@@ -27,7 +27,7 @@ _SLACK = 16
 """Files that may be read each time because the index lacks them; with more of them it is written anew."""
 
 
-class Shelf(Protocol):
+class IndexedFiles(Protocol):
     """Named small files at one place, and a place for their index."""
 
     def stamps(self) -> Mapping[str, str]:
@@ -43,10 +43,10 @@ class Shelf(Protocol):
         """Replace the index as a whole."""
 
 
-def indexed(shelf: Shelf) -> dict[str, dict[str, Any]]:
-    """Return the entry of every readable file of a shelf; only files that the index lacks are read."""
-    stamps = shelf.stamps()
-    known = _entries(shelf.read_index())
+def indexed(files: IndexedFiles) -> dict[str, dict[str, Any]]:
+    """Return the entry of every readable file; only files that the index lacks are read."""
+    stamps = files.stamps()
+    known = _entries(files.read_index())
     found: dict[str, dict[str, Any]] = {}
     num_read = 0
     for name, stamp in stamps.items():
@@ -54,19 +54,19 @@ def indexed(shelf: Shelf) -> dict[str, dict[str, Any]]:
             found[name] = known[name][1]
             continue
         num_read += 1
-        entry = shelf.read(name)
+        entry = files.read(name)
         if entry is not None:
             found[name] = entry
     if num_read > _SLACK:
         entries = {name: [stamps[name], entry] for name, entry in found.items()}
         content = json.dumps({"version": _VERSION, "entries": entries}, separators=(",", ":")).encode()
         with reporting("the index could not be written, so that the next look takes as long", level=logging.DEBUG):
-            shelf.write_index(content)
+            files.write_index(content)
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class FolderShelf:
+class FolderFiles:
     """The files of a folder, with the index beside them; a subclass lists and reads them."""
 
     root: Path
@@ -88,7 +88,7 @@ class FolderShelf:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketShelf:
+class BucketFiles:
     """The objects of a shared store whose keys have one prefix; a subclass reads them."""
 
     bucket: Bucket
@@ -148,7 +148,7 @@ def catalog(store: LocalStore | Bucket) -> dict[str, Entry]:
 
     Their keys are `kind/fingerprint`.
     """
-    shelf: Shelf = _Folder(store.root) if isinstance(store, LocalStore) else _Seals(store, "artifacts")
+    files: IndexedFiles = _Folder(store.root) if isinstance(store, LocalStore) else _Seals(store, "artifacts")
     return {
         name: Entry(
             **fields
@@ -158,7 +158,7 @@ def catalog(store: LocalStore | Bucket) -> dict[str, Entry]:
                 "files": tuple(fields["files"]),
             }
         )
-        for name, fields in indexed(shelf).items()
+        for name, fields in indexed(files).items()
     }
 
 
@@ -177,7 +177,7 @@ def _entry(manifest: Manifest, *, files: tuple[str, ...] = ()) -> dict[str, Any]
     return asdict(entry) | {"created_at": entry.created_at.isoformat()}
 
 
-class _Folder(FolderShelf):
+class _Folder(FolderFiles):
     """The manifests of a local store's folder."""
 
     def stamps(self) -> dict[str, str]:
@@ -207,7 +207,7 @@ def _folders(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-class _Seals(BucketShelf):
+class _Seals(BucketFiles):
     """The sealed manifests of a shared store."""
 
     def read(self, name: str) -> dict[str, Any] | None:

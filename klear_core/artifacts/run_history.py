@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.files import file_lock, is_locked, write_whole
-from klear_core.artifacts.index import BucketShelf, FolderShelf, indexed
+from klear_core.artifacts.index import BucketFiles, FolderFiles, indexed
 from klear_core.artifacts.shared import shared_url
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError, meant, reporting
@@ -242,7 +242,7 @@ def _parsed(fields: Mapping[str, Any]) -> RunRecord | None:
         return None  # of another version of Klear
 
 
-class _Local(FolderShelf):
+class _Local(FolderFiles):
     """The records in a workspace's folder of runs."""
 
     def stamps(self) -> dict[str, str]:
@@ -268,7 +268,7 @@ class _Local(FolderShelf):
             return None  # its folder was deleted since it was listed
 
 
-class _Shared(BucketShelf):
+class _Shared(BucketFiles):
     """The records in a shared store."""
 
     def read(self, name: str) -> dict[str, Any] | None:
