@@ -69,7 +69,7 @@ def evaluate_served(
     async def run(judge: Judge) -> ServedAnswerer:
         teacher = HttpTeacher(_as_teacher(cfg), keys)
         answerer = ServedAnswerer(teacher, journal)
-        setup = EvalSetup(answerer=answerer, judge=judge, max_sampling=cfg.runtime.max_in_flight)
+        setup = EvalSetup(answer=answerer.answer, judge=judge, max_sampling=cfg.runtime.max_in_flight)
         try:
             await answer_benchmarks(cfg, suite, setup, seed=seed, workdir=workdir, telemetry=telemetry)
         finally:
@@ -125,9 +125,6 @@ class ServedAnswerer:
         self._ends: Counter[str] = Counter()
         """Replies that ended in another way than by an end token or at the limit."""
         teacher.count_earlier(journal.usage)
-
-    def expect(self, num_requests: int) -> None:
-        """Do nothing: no engines run here."""
 
     async def answer(self, planned: PlannedAnswer, question: str, params: SamplingParams) -> Response | None:
         """Return the response, of an earlier run if it was paid for then; None if it could not be had."""

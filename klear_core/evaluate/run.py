@@ -39,6 +39,7 @@ from klear_core.evaluate.score import (
 )
 from klear_core.generate.engine import EngineStats, engine_stats
 from klear_core.generate.factory import EngineSpec, LongestFirst, StartSampler, running, start_here
+from klear_core.generate.pool import expect
 from klear_core.metrics import SILENT, Telemetry
 from klear_core.scores import RATES_FOLDER, EvalReport, TemplateScore, write_reports
 from klear_core.seeding import seed_for
@@ -119,9 +120,11 @@ def answer_suite(
 
     async def run(judge: Judge) -> EngineStats | None:
         async with running(compute.start_sampler, spec) as sampler:
+            answerer = EngineAnswerer(engine=sampler.engine, render=render, opening=opening_of(tokenizer))
             setup = EvalSetup(
-                answerer=EngineAnswerer(engine=sampler.engine, render=render, opening=opening_of(tokenizer)),
+                answer=answerer.answer,
                 judge=judge,
+                expect=partial(expect, sampler.engine),
                 section=compute.section,
                 max_sampling=sampler.limit,
                 num_engines=sampler.num_engines,
@@ -152,7 +155,7 @@ async def answer_benchmarks(
         log.info("evaluate: %d of %d shards were finished by an earlier run", len(shards) - len(todo), len(shards))
     num_requests = sum(answer.earlier is None for shard in todo for answer in shard.items)
     gate = LongestFirst(setup.max_sampling, num_requests=num_requests)
-    setup.answerer.expect(num_requests)
+    setup.expect(num_requests)
     run = AnswerWorker(cfg, suite, setup, gate, seed=seed, telemetry=telemetry)
     # Before anything is sampled: answers that failed in an earlier run count for `max_unscored_rate` as well.
     for shard in shards:

@@ -6,10 +6,10 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.records import Shard, plan_shards, read_shard, read_shards, write_shard
@@ -24,7 +24,6 @@ from klear_core.data.formats.code_rows import without_instructions
 from klear_core.errors import ArtifactError, DataError, JudgeError, KlearError, ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
 from klear_core.generate.factory import LongestFirst
-from klear_core.generate.pool import expect
 from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
 from klear_core.scores import SAMPLES_FOLDER
@@ -196,16 +195,9 @@ def _sampled_by(result_config: Mapping[str, Any]) -> list[Any]:
     return [result_config["seed"], evaluate["sampling"], evaluate["engine"]]
 
 
-class Answerer(Protocol):
-    """Answers questions: engines that have the model, or endpoints that serve it."""
-
-    def expect(self, num_requests: int) -> None:
-        """Count on so many requests."""
-        ...
-
-    async def answer(self, planned: PlannedAnswer, question: str, params: SamplingParams) -> Response | None:
-        """Return the response to a question; None if the server gave none, so that a later run asks again."""
-        ...
+Answer = Callable[[PlannedAnswer, str, SamplingParams], Awaitable[Response | None]]
+"""Returns the response to a question, by engines that have the model or endpoints that serve it; None if a server gave
+none, so that a later run asks again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +209,6 @@ class EngineAnswerer:
     """Turns a question into prompt token ids."""
     opening: str = ""
     """Start of every response that is part of the prompt (`<think>`); see `opening_of`."""
-
-    def expect(self, num_requests: int) -> None:
-        """Tell a pool of engines; see `EnginePool.expect`."""
-        expect(self.engine, num_requests)
 
     async def answer(self, planned: PlannedAnswer, question: str, params: SamplingParams) -> Response:
         """Return the response; DataError if the engine rejects the request, ResourceError if it aborts it."""
@@ -239,16 +227,18 @@ class EngineAnswerer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSetup:
-    """An evaluation's answerer and judge; tests pass fakes for them."""
+    """The functions of an evaluation that answer and judge, and its limits; tests pass fakes."""
 
-    answerer: Answerer
+    answer: Answer
     judge: Judge
+    expect: Callable[[int], None] = lambda _: None
+    """Told the number of requests before the first; see `EnginePool.expect`."""
     section: str = "evaluate"
     """Section of the settings, for messages."""
     max_sampling: int = 1024
     """Answers that are sampled at a time."""
     num_engines: int = 1
-    """Engines behind `answerer`."""
+    """Engines behind `answer`."""
 
 
 class AnswerWorker:
@@ -306,7 +296,7 @@ class AnswerWorker:
         if response is None:
             async with self.gate.slot(key):
                 # The slot covers sampling alone: an answer that waits for its judge keeps no room in the engine.
-                response = await self.setup.answerer.answer(planned, question, params)
+                response = await self.setup.answer(planned, question, params)
             if response is None:
                 return None
             self.gate.record(key, response.num_tokens)

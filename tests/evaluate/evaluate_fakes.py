@@ -102,6 +102,5 @@ class FakeJudge:
 
 
 def make_setup(engine: FakeEngine | None = None, judge: FakeJudge | None = None) -> EvalSetup:
-    return EvalSetup(
-        answerer=EngineAnswerer(engine=engine or FakeEngine(), render=render), judge=(judge or FakeJudge()).judge_async
-    )
+    answerer = EngineAnswerer(engine=engine or FakeEngine(), render=render)
+    return EvalSetup(answer=answerer.answer, judge=(judge or FakeJudge()).judge_async)

@@ -47,7 +47,7 @@ def samples(workdir: Path) -> list[EvalSample]:
 
 def test_a_response_begins_with_what_its_prompt_opened(tmp_path: Path) -> None:
     answerer = EngineAnswerer(engine=FakeEngine(), render=render, opening="<think>\n")
-    run(tmp_path, dataclasses.replace(make_setup(), answerer=answerer))
+    run(tmp_path, dataclasses.replace(make_setup(), answer=answerer.answer))
     assert {s.response.startswith("<think>\nanswer ") for s in samples(tmp_path)} == {True}
 
 
@@ -274,11 +274,10 @@ def test_engines_are_closed_after_the_last_answer_while_judges_work(tmp_path: Pa
     async def drive() -> None:
         pool = EnginePool([LocalMember("engine 0", build, limit=4)], RestartLimit(0, window_s=1, key="none").count)
         await pool.start()
-        inline_eval = dataclasses.replace(
-            make_setup(judge=SlowJudge()), answerer=EngineAnswerer(engine=pool, render=render)
-        )
+        answerer = EngineAnswerer(engine=pool, render=render)
+        setup = dataclasses.replace(make_setup(judge=SlowJudge()), answer=answerer.answer, expect=pool.expect)
         cfg = CFG.model_copy(update={"runtime": EvaluateRuntime(max_in_flight=100)})
-        answering = answer_benchmarks(cfg, (TOY,), inline_eval, seed=3, workdir=tmp_path, telemetry=NullTelemetry())
+        answering = answer_benchmarks(cfg, (TOY,), setup, seed=3, workdir=tmp_path, telemetry=NullTelemetry())
         await asyncio.wait_for(answering, 20)
         await pool.close()
 

@@ -88,10 +88,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EvalReport]:
     suite = read_suite(folder / "benchmarks", configs)
     cfg = EvaluateConfig(max_unscored_rate=0.0)
     with JudgePool(VerifyConfig()) as judges:
-        inline_eval = EvalSetup(
-            answerer=EngineAnswerer(engine=KeyEngine(key_of(suite)), render=render), judge=judges.judge_async
-        )
-        asyncio.run(answer_benchmarks(cfg, suite, inline_eval, seed=0, workdir=folder, telemetry=NullTelemetry()))
+        answerer = EngineAnswerer(engine=KeyEngine(key_of(suite)), render=render)
+        setup = EvalSetup(answer=answerer.answer, judge=judges.judge_async)
+        asyncio.run(answer_benchmarks(cfg, suite, setup, seed=0, workdir=folder, telemetry=NullTelemetry()))
     report_scores(cfg, suite, VerifyConfig(), seed=0, workdir=folder, telemetry=NullTelemetry())
     return {r.benchmark: r for r in read_reports(folder)}
 

@@ -53,7 +53,7 @@ def evaluated(workdir: Path, **settings: object) -> tuple[EvalReport, Wording]:
     engine = Wording()
     setup = make_setup(judge=FakeJudge(right_if_terse))
     answerer = EngineAnswerer(engine=engine, render=lambda question: tuple(question.encode()))
-    setup = dataclasses.replace(setup, answerer=answerer)
+    setup = dataclasses.replace(setup, answer=answerer.answer)
     telemetry = NullTelemetry()
     asyncio.run(answer_benchmarks(cfg, (TOY,), setup, seed=3, workdir=workdir, telemetry=telemetry))
     summary = report_scores(cfg, (TOY,), VerifyConfig(), seed=3, workdir=workdir, telemetry=telemetry)
@@ -111,7 +111,7 @@ def test_a_killed_run_resumes_in_the_middle_of_the_templates(tmp_path: Path) -> 
     engine = Wording()
     setup = make_setup(judge=FakeJudge(right_if_terse))
     answerer = EngineAnswerer(engine=engine, render=lambda question: tuple(question.encode()))
-    setup = dataclasses.replace(setup, answerer=answerer)
+    setup = dataclasses.replace(setup, answer=answerer.answer)
     asyncio.run(answer_benchmarks(cfg, (TOY,), setup, seed=3, workdir=tmp_path, telemetry=NullTelemetry()))
     report_scores(cfg, (TOY,), VerifyConfig(), seed=3, workdir=tmp_path, telemetry=NullTelemetry())
     assert engine.questions == ["Solve: 3"] * 4
