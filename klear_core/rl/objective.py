@@ -89,8 +89,7 @@ def make_loss_inputs(
     if cfg.old_logps == "learner":
         assert old is not None, "old_logps = 'learner' needs the learner's log-probs"
         old_logp_N = old.logp_N
-    whole, budget = (denominators.num_rows, denominators.num_loss_tokens), cfg.rollout.sampling.max_new_tokens
-    scales = [_scale(r.num_loss_tokens, *whole, cfg.normalise, budget) for r in here]
+    scales = [_policy_scale(r, denominators, cfg) for r in here]
     teacher_coefs = [_teacher_coef(r, denominators, cfg, scale) for r, scale in zip(here, scales, strict=True)]
     teacher_logp_N = torch.zeros_like(sampler_logp_N)
     if cfg.distill is not None and denominators.num_teacher_rows > 0:
@@ -123,15 +122,19 @@ def make_loss_inputs(
     return replace(batch, correction_N=mismatch_correction(batch, cfg))
 
 
+def _policy_scale(row: LearnerSample, denominators: Denominators, cfg: RlConfig) -> float:
+    """Return the factor of each of a row's tokens in the policy term."""
+    num_rows, num_tokens = denominators.num_rows, denominators.num_loss_tokens
+    return _scale(row.num_loss_tokens, num_rows, num_tokens, cfg.normalise, cfg.rollout.sampling.max_new_tokens)
+
+
 def _teacher_coef(row: LearnerSample, denominators: Denominators, cfg: RlConfig, policy_scale: float) -> float:
     """Return the factor of log(teacher / policy) in the advantage of a row's tokens; 0 without a teacher."""
     if cfg.distill is None or not row.has_teacher:
         return 0.0
-    whole, budget = (
-        (denominators.num_teacher_rows, denominators.num_teacher_tokens),
-        cfg.rollout.sampling.max_new_tokens,
-    )
-    scale = _scale(row.num_loss_tokens, *whole, cfg.distill.normalise, budget)
+    num_rows, num_tokens = denominators.num_teacher_rows, denominators.num_teacher_tokens
+    budget = cfg.rollout.sampling.max_new_tokens
+    scale = _scale(row.num_loss_tokens, num_rows, num_tokens, cfg.distill.normalise, budget)
     # Over the policy term's scale, by which the loss of the summed advantages is multiplied at last.
     return cfg.distill.coef * scale / policy_scale
 

@@ -162,14 +162,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
     # A checkpoint's weights and moments are loaded in place; `first` is the step to continue at.
     first, counters = checkpoints.load_latest(policy, updater.optimizer) or (0, {"num_skipped": 0, "num_tokens": 0})
-    exporter = CheckpointExporter(
-        job.inline_eval,
-        workdir=job.workdir,
-        source=model_folder(job.model),
-        window=wanted_window(job.model),
-        dtype=cfg.dtype,
-        world=world,
-    )
+    exporter = _exporter(job, world)
     exporter.begin(policy, first=first, num_steps=num_steps)
 
     for step in range(first, num_steps):
@@ -251,6 +244,17 @@ def _load(job: _Job, world: World) -> Policy:
         keep_layers=cfg.runtime.keep_layers,
         cpu_offload=cfg.runtime.cpu_offload,
         adapters=None if cfg.lora is None else Adapters(cfg=cfg.lora, seed=seed_for(job.seed, "sft/lora")),
+    )
+
+
+def _exporter(job: _Job, world: World) -> CheckpointExporter:
+    return CheckpointExporter(
+        job.inline_eval,
+        workdir=job.workdir,
+        source=model_folder(job.model),
+        window=wanted_window(job.model),
+        dtype=job.cfg.dtype,
+        world=world,
     )
 
 
