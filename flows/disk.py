@@ -302,9 +302,9 @@ def show_disk(root: Path) -> None:
         for name in names:
             num_users[name] += 1
     table = Table("run", "name", "holds", "alone", box=None)
-    sizes = {
-        run.record.run_id: sum(entries[n].size for n in needed[run.record.run_id] if num_users[n] == 1) for run in runs
-    }
+    sizes: dict[str, int] = {}
+    for run_id, names in needed.items():
+        sizes[run_id] = sum(entries[name].size for name in names if num_users[name] == 1)
     for run in sorted(runs, key=lambda run: -sizes[run.record.run_id])[:_MAX_SHOWN]:
         r = run.record
         label = escape(f"{r.name} [{run.label}]" if run.label else r.name)

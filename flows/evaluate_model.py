@@ -448,7 +448,9 @@ class _Stream:
         start, end = self._num_shown, max(until, self._num_shown)
         close = text.rfind(THINK_CLOSE)
         # All is the answer once it is known that no thinking ended; until then it is taken for thinking.
-        border = close + len(THINK_CLOSE) if close >= 0 else (0 if until == len(text) else end)
+        border = 0 if until == len(text) else end
+        if close >= 0:
+            border = close + len(THINK_CLOSE)
         border = min(max(border, start), end)
         for part, style in ((text[start:border], "dim"), (text[border:end], "bold")):
             if part:

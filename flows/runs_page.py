@@ -32,7 +32,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def page(runs: list[ShownRun], root: Path) -> str:
     """Return the page of all runs."""
     head = "".join(f"<th>{name}" for name in ("run", "state", "progress", "score", "GPUs busy", "cost", "started", ""))
-    rows = "".join(f"<tr>{''.join(f'<td>{cell}' for cell in _cells(run))}" for run in runs)
+    rows = "".join("<tr>" + "".join(f"<td>{cell}" for cell in _cells(run)) for run in runs)
     return (
         f"<!doctype html><meta charset=utf-8><meta http-equiv=refresh content={_REFRESH_S}>"
         f"<title>Runs</title><style>{_STYLE}</style><h1>Runs</h1><p><small>{html.escape(str(root))}</small>"

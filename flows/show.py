@@ -299,10 +299,11 @@ def stages_by_folder(root: Path) -> dict[Path, str]:
     """
     store = LocalStore(root / "artifacts")
     entries = catalog(store)
-    return {
-        folder: entries[_id_of(folder)].stage if _id_of(folder) in entries else folder.parent.name
-        for folder in store.folders()
-    }
+    found: dict[Path, str] = {}
+    for folder in store.folders():
+        entry = entries.get(_id_of(folder))
+        found[folder] = folder.parent.name if entry is None else entry.stage
+    return found
 
 
 # ---- models by name ----
