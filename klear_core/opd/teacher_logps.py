@@ -125,13 +125,15 @@ async def with_teacher_logps(
         raise DataError(f"problem {answer.problem_id}: the teacher's engine refuses an answer: {e}") from e
     if any(map(math.isnan, found.logps + found.top_logps)):
         raise DataError(f"problem {answer.problem_id}: the teacher's log-probs of an answer are NaN")
-    is_known = [vocab_size is None or i < vocab_size for i in found.top_ids]
-    tops = list(zip(found.top_ids, found.top_logps, is_known, strict=True))
+    top_ids, top_logps = list(found.top_ids), list(found.top_logps)
+    for k, token in enumerate(found.top_ids):
+        if vocab_size is not None and token >= vocab_size:
+            top_ids[k], top_logps[k] = 0, _NEVER
     return replace(
         answer,
         teacher_logps=(0.0,) * num_prompt + found.logps,
-        top_ids=tuple(i if known else 0 for i, _, known in tops),
-        top_logps=tuple(logp if known else _NEVER for _, logp, known in tops),
+        top_ids=tuple(top_ids),
+        top_logps=tuple(top_logps),
     )
 
 

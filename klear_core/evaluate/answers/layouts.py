@@ -298,13 +298,14 @@ def bare_question(prompt: str) -> str:
 
 def _prompt_pattern(template: str) -> re.Pattern[str]:
     """Return a pattern of the prompts that a template makes; one that is filled as Python's formats loses braces."""
-    before, after = (
-        re.sub(
-            r"(?:\\{)+|(?:\\})+", lambda braces: f"{braces[0][:2]}+", r"\s+".join(re.escape(p) for p in part.split())
-        )
-        for part in template.split(QUESTION)
-    )
+    before, after = map(_any_braces, template.split(QUESTION))
     return re.compile(rf"{before}\s*(.+?)\s*{after}", re.DOTALL)
+
+
+def _any_braces(text: str) -> str:
+    """Return a pattern of a text with any white space between its words and any number of each brace."""
+    pattern = r"\s+".join(re.escape(word) for word in text.split())
+    return re.sub(r"(?:\\{)+|(?:\\})+", lambda braces: f"{braces[0][:2]}+", pattern)
 
 
 _PROMPTS = tuple(

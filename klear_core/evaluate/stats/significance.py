@@ -409,7 +409,8 @@ def gate_outcomes(
     It is that of `promotion.py`, but the sign-flip test is taken as Student's t test.
     """
     lows = [_lower_ends(difference, confidence=confidence) for difference in drawn]
-    holm_p = np.array([holm(p_values) for p_values in np.array([_student_p(d) for d in drawn]).T.tolist()]).T
+    raw_p = np.array([_student_p(difference) for difference in drawn])
+    holm_p = np.array([holm(p_values) for p_values in raw_p.T.tolist()]).T
     is_clear = (holm_p + confidence < 1) & np.array([d.mean(axis=1) > 0 for d in drawn])
     tests = [(p, difference, 2 * len(drawn)) for p, difference in zip(holm_p, drawn, strict=True)]
     if len(drawn) == 1:
