@@ -91,7 +91,8 @@ def line_chart(
     scale = 100.0 if is_share else 1.0
     suffix = "\u00a0%" if is_share else ""
     ends = [end for label, _ in drawn for end in bands.get(label, ())]
-    values = [v * scale for s in (*(s for _, s in drawn), *ends) for v in s.finite]
+    all_series = [*(s for _, s in drawn), *ends]
+    values = [v * scale for s in all_series for v in s.finite]
     y_marks = nice_ticks(*_padded(min(values), max(values)))
     steps = [t for _, s in drawn for t in s.steps]
     x_low, x_high = min(steps), max(steps)
@@ -109,10 +110,10 @@ def line_chart(
     def show(value: float) -> str:
         return number(value * scale) + suffix
 
-    lines = [_line(label, series, x_of, place, show) for label, series in drawn]
-    lines = [
-        replace(line, band=_area(bands[line.label], x_of, place)) if line.label in bands else line for line in lines
-    ]
+    lines = []
+    for label, one in drawn:
+        line = _line(label, one, x_of, place, show)
+        lines.append(replace(line, band=_area(bands[label], x_of, place)) if label in bands else line)
     x_ticks = [Tick(at=x_of(m), label=f"{int(m):,}") for m in x_marks]
     y_ticks = [Tick(at=y_of(m), label=label) for m, label in zip(y_marks, y_labels, strict=True)]
     return LineChart(title=title, note=note, lines=tuple(lines), x_ticks=tuple(x_ticks), y_ticks=tuple(y_ticks))

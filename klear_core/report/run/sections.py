@@ -355,7 +355,9 @@ def stage_times(stages: Sequence[StageFacts], *, price: float | None) -> Times:
         return 0.0 if stage.was_reused else stage.num_gpus * stage.manifest.wall_s / 3600
 
     def cost(amount: float) -> tuple[str, str]:
-        return (f"{amount:,.2f}" if amount else "", f"{amount * price:,.2f}" if amount and price is not None else "")
+        if not amount:
+            return "", ""
+        return f"{amount:,.2f}", "" if price is None else f"{amount * price:,.2f}"
 
     rows = []
     for stage in stages:

@@ -197,8 +197,10 @@ def named_by_settings(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     if len(names) == 1 and 0 < len(different) <= _MAX_NAMED:
         keys = [".".join(setting.key.split(".")[-2:]) for setting in different]
         values = [[value.strip('"') for value in setting.values] for setting in different]
-        said = [", ".join(f"{k} {v}" for k, v in zip(keys, own, strict=True)) for own in zip(*values, strict=True)]
-        labels = [f"{min(names)}, {one}" for one in said]
+        labels = []
+        for own in zip(*values, strict=True):
+            said = ", ".join(f"{key} {value}" for key, value in zip(keys, own, strict=True))
+            labels.append(f"{min(names)}, {said}")
     named = []
     for number, (run, label) in enumerate(zip(runs, labels, strict=True), start=1):
         named.append(replace(run, label=label if labels.count(label) == 1 else f"{number}: {label}"))
@@ -222,7 +224,8 @@ def seed_groups(runs: Sequence[ComparedRun]) -> list[tuple[str, list[int]]]:
             groups.append([i])
     labelled = []
     for group in groups:
-        if len({str(runs[i].config.get("seed")) for i in group}) > 1:
+        seeds = {str(runs[i].config.get("seed")) for i in group}
+        if len(seeds) > 1:
             parts = runs[group[0]].label.split(", ")
             labelled.append((", ".join(part for part in parts if not part.startswith("seed ")), group))
     return labelled

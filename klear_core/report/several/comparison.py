@@ -268,9 +268,11 @@ def _counts(runs: Sequence[ComparedRun], benchmark: str, maker: str, decoding: D
 
 def _same_as_first(runs: Sequence[ComparedRun], maker: str) -> frozenset[int]:
     """Return the numbers of the later runs that have the very evaluation of the first run's model."""
-    evaluations = [model.evaluation if (model := run.model(maker)) else None for run in runs]
-    # An artifact's folder is named by its fingerprint, whatever workspace it is in.
-    names = [evaluation.name if evaluation else "" for evaluation in evaluations]
+    names: list[str] = []
+    for run in runs:
+        model = run.model(maker)
+        # An artifact's folder is named by its fingerprint, whatever workspace it is in.
+        names.append(model.evaluation.name if model and model.evaluation else "")
     return frozenset(i for i, name in enumerate(names) if i and name and name == names[0])
 
 
