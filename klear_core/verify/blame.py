@@ -78,10 +78,9 @@ def math_trial(reference: MathReference, cfg: MathConfig) -> Verdict | MathTask:
         return PASSED
     # The reference as it is read against a plain number, and as a whole: other answers meet one of these forms.
     read = decide(golds, MathAnswer(texts=(TRIAL_ANSWER,), is_unboxed=False), cfg)
-    sides = (
-        [[pair.gold for pair in pairs] for pairs in read.alternatives] if isinstance(read, AlgebraComparison) else []
-    )
-    sides += [[gold] for gold in golds]
+    sides = [[gold] for gold in golds]
+    if isinstance(read, AlgebraComparison):
+        sides = [[pair.gold for pair in pairs] for pairs in read.alternatives] + sides
     if isinstance(read, bool):
         sides.append(["0"])  # text rules alone read this reference: algebra need not, and must only not break off
     # Against itself, which text may decide at once, and against another value.

@@ -38,7 +38,8 @@ def follows_loosely(text: str, name: str, settings: Mapping[str, Any]) -> bool:
     """Return whether a text follows an instruction with or without its first line, last line and asterisks."""
     lines = text.split("\n")
     parts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return any(follows(part, name, settings) for part in (*parts, *(part.replace("*", "") for part in parts)))
+    without_asterisks = [part.replace("*", "") for part in parts]
+    return any(follows(part, name, settings) for part in (*parts, *without_asterisks))
 
 
 def check_instruction(name: str, settings: Mapping[str, Any]) -> None:

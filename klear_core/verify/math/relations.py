@@ -228,7 +228,8 @@ def _tuples_of_assignments(parts: list[str], joints: list[str]) -> str | None:
     names = sorted(groups[0])
     if len(names) < 2 or any(sorted(group) != names for group in groups):
         return None
-    return ", ".join(f"({','.join(group[name] for name in names)})" for group in groups)
+    values = [",".join(group[name] for name in names) for group in groups]
+    return ", ".join(f"({inner})" for inner in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -253,9 +253,11 @@ def _as_tuple(text: str) -> str:
     vector = _VECTOR.fullmatch(text)
     if vector is None:
         return text
-    values = re.split(r"\\\\|&", vector[2])
     is_line = "&" not in vector[2] or "\\\\" not in vector[2]
-    return f"({','.join(value.strip() for value in values if value.strip())})" if is_line else text
+    if not is_line:
+        return text
+    values = re.split(r"\\\\|&", vector[2])
+    return f"({','.join(value.strip() for value in values if value.strip())})"
 
 
 def _binomial(match: re.Match[str]) -> str:
