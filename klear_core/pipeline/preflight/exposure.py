@@ -127,8 +127,10 @@ def _protected_by(model: Path) -> list[Manifest] | None:
     if not (artifact / MANIFEST).is_file():
         return None
     behind = _data_behind(artifact)
+    if behind is None:
+        return None
     try:
-        return None if behind is None else [read_manifest(folder) for folder in dict.fromkeys(behind.values())]
+        return [read_manifest(folder) for folder in dict.fromkeys(behind.values())]
     except ArtifactError:
         return None
 
