@@ -27,6 +27,8 @@ from klear_core.native import COMPILERS
 from klear_core.pipeline.preflight.capacity import MIN_FREE_GB
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from klear_core.train.kernels.check import Conditions, Proof
 
 _MIN_MEMORY_GB = 6  # the laptop profile: Ray, three torch processes and Prefect's server
@@ -411,8 +413,12 @@ def _compiled_for_cpu(here: Conditions) -> Iterator[PathCheck]:
     """Yield checks of what torch.compile makes of CUDA's functions for the CPU, where a C++ compiler is needed."""
     from klear_core.train.kernels import registry
     from klear_core.train.kernels.check import prove
-    from klear_core.train.kernels.fused import Kernels
+    from klear_core.train.kernels.fused import Kernels, split_heads
     from klear_core.train.logps import HeadKernels
+
+    def rotate(qkv: Tensor, num_kv_heads: int, *others: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split_heads(qkv, num_kv_heads)
+        return (*kernels.rotate(q, k, *others), v)
 
     kernels, head_kernels = Kernels("inductor"), HeadKernels("inductor")
     compiled: dict[str, Any] = {
@@ -421,10 +427,11 @@ def _compiled_for_cpu(here: Conditions) -> Iterator[PathCheck]:
         "rotate/cpu": kernels.rotate,
         "head/cpu": head_kernels,
     }
-    # The CPU's gate takes both halves in one tensor, and the head's path is what returns its kernels.
+    # The CPU's gates and rotations take one tensor, and the head's path is what returns its kernels.
     runs: dict[str, registry.Run] = {
         **compiled,
         "gate/cpu": lambda gate_up: kernels.gate(*gate_up.chunk(2, dim=-1)),
+        "rotate/cpu": rotate,
         "head/cpu": lambda: head_kernels,
     }
     with registry.replaced(runs):

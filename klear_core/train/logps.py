@@ -176,15 +176,19 @@ class _HeadInputs(NamedTuple):
         # z = logits / temperature: dLoss/dlogits has a factor 1 / temperature, applied here to [C] instead of [C, V].
         dlogp_CJ = dlogp_CJ / self.temperature
         dentropy_C = None if dentropy_C is None else dentropy_C / self.temperature
-        kernels = head_kernels_on(z_CV.device.type)
         # In the weight's dtype where products take inputs of one dtype; those of CPUs round what is float32.
-        dtype = z_CV.dtype if z_CV.device.type == "cpu" else self.weight_VH.dtype
+        rounds = z_CV.device.type == "cpu" and not isinstance(z_CV, FakeTensor)
+        kernels, dtype = head_kernels_on(z_CV.device.type), z_CV.dtype if rounds else self.weight_VH.dtype
         dz_CV = kernels.grad(z_CV, logps, self.tokens(chunk), dlogp_CJ, dentropy_C, dtype=dtype)
         # z = h W^T, so dLoss/dh = dz W and dLoss/dW = dz^T h; the first is complete after one chunk, the second a sum.
         if grads.hidden_NH is not None:
-            set_product(grads.hidden_NH[chunk], dz_CV, self.weight_VH)
+            dhidden_CH = grads.hidden_NH[chunk]
+            if rounds:
+                dhidden_CH.copy_(product(dz_CV, self.weight_VH))
+            else:
+                torch.mm(dz_CV, self.weight_VH, out=dhidden_CH)
         if grads.weight_VH is not None:
-            add_product(grads.weight_VH, dz_CV.T, self.hidden_NH[chunk])
+            product(dz_CV.T, self.hidden_NH[chunk], grads.weight_VH)
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -314,29 +318,13 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALF and _product_of(x) is None else x
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, in float32 if both are half precision (see `widened`)."""
+def product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+    """Return a @ b, in float32 if `b` is half precision (see `widened`), or add it to `total` in place."""
     # torch.mm of halves accumulates in float32, but would round its result to half.
-    half = _product_of(a)
-    return torch.mm(a, b) if half is None else half(None, a, b)
-
-
-def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Set `out` to a @ b, rounded to its dtype once."""
-    half = None if a.is_cuda else _product_of(b)  # torch's own product is the fast one on GPUs
-    if half is None:
-        torch.mm(a, b, out=out)
-    else:
-        out.copy_(half(None, a, b))
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in place; `total` may have a wider dtype than both."""
     half = _product_of(b)
-    if half is None:
-        torch.addmm(total, a, b, out=total)
-    else:
-        half(total, a, b)
+    if half is not None:
+        return half(total, a, b)  # type: ignore[no-any-return]
+    return torch.mm(a, b) if total is None else torch.addmm(total, a, b, out=total)
 
 
 def _product_of(x: Tensor) -> registry.Run | None:

@@ -258,7 +258,7 @@ class _RotatePass(Function):
         ctx.num_kv_heads, ctx.eps, ctx.shape = num_kv_heads, eps, qkv_BTHD.shape
         # Rotations are undone without what they rotated.
         ctx.save_for_backward(None if q_weight_D is None else qkv_BTHD, q_weight_D, k_weight_D, cos_BTD, sin_BTD)
-        q_BTKD, k_BTGD, v_BTGD = _heads(qkv_BTHD, num_kv_heads)
+        q_BTKD, k_BTGD, v_BTGD = split_heads(qkv_BTHD, num_kv_heads)
         rotated = [torch.empty(q_BTKD.shape), torch.empty(k_BTGD.shape)]
         for x, weight_D, y in zip((q_BTKD, k_BTGD), (q_weight_D, k_weight_D), rotated, strict=True):
             arguments = (*_sizes(x), x, weight_D, cos_BTD, sin_BTD, eps)
@@ -271,7 +271,7 @@ class _RotatePass(Function):
         dqkv_BTHD = torch.empty(ctx.shape)
         # Without norms the values are not read.
         x_BTHD = dqkv_BTHD if saved_BTHD is None else saved_BTHD
-        dx, x = _heads(dqkv_BTHD, ctx.num_kv_heads), _heads(x_BTHD, ctx.num_kv_heads)
+        dx, x = split_heads(dqkv_BTHD, ctx.num_kv_heads), split_heads(x_BTHD, ctx.num_kv_heads)
         dx[2].copy_(grads[2])
         dweights: list[Tensor | None] = []
         for i, weight_D in enumerate(weights):
@@ -284,7 +284,7 @@ class _RotatePass(Function):
         return dqkv_BTHD, None, *dweights, None, None, None  # angles are constants
 
 
-def _heads(qkv_BTHD: Tensor, num_kv_heads: int) -> tuple[Tensor, ...]:
+def split_heads(qkv_BTHD: Tensor, num_kv_heads: int) -> tuple[Tensor, ...]:
     """Return the views of queries, keys and values."""
     return torch.split(qkv_BTHD, [qkv_BTHD.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
 

@@ -228,7 +228,12 @@ def test_context_parallelism_leaves_a_rank_its_share_of_the_heads() -> None:
 def test_what_torch_compile_makes_for_a_cpu_agrees_in_bfloat16() -> None:
     """The compiler is that of CUDA; its kernels for CPU stand in for Triton's. The doctor's test has float32."""
     kernels = fused.Kernels("inductor")
-    runs = {"norm/cpu": kernels.norm, "rotate/cpu": kernels.rotate, "head/cpu": partial(HeadKernels, "inductor")}
+
+    def rotate(qkv_BTHD: Tensor, num_kv_heads: int, *others: object) -> tuple[Tensor, ...]:
+        q_BTKD, k_BTGD, v_BTGD = fused.split_heads(qkv_BTHD, num_kv_heads)  # on CPU they come side by side
+        return (*kernels.rotate(q_BTKD, k_BTGD, *others), v_BTGD)
+
+    runs = {"norm/cpu": kernels.norm, "rotate/cpu": rotate, "head/cpu": partial(HeadKernels, "inductor")}
     with registry.replaced(runs):
         conditions = replace(HERE, dtype=torch.bfloat16)
         assert verdicts(prove(conditions, list(runs))) == dict.fromkeys(runs, "agrees")
