@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
@@ -18,12 +18,14 @@ from klear_core.config.data_jobs import BenchmarksJob, GivenModelJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import leaves_of, result_settings
 from klear_core.config.stage import EngineUse, Job, LearnerUse, Stage
-from klear_core.distill.teachers.fleet import BlockKeys
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.stats.significance import GATE_GAIN, GateBenchmark, detectable, gate_chances
 from klear_core.pipeline.costs.estimate import estimate, gpus_held
 from klear_core.pipeline.graph import fingerprints_of, input_records, open_store, stages_of, with_inputs
 from klear_core.scores import percent
+
+if TYPE_CHECKING:
+    from klear_core.distill.teachers.fleet import BlockKeys
 
 _ABSENT = "(not set)"
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from typing import TYPE_CHECKING
 
 from klear_core.cluster.nodes import joins_a_cluster, nodes_now, when_there
 from klear_core.cluster.placement import Node, gpus_here
@@ -19,7 +20,6 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import expanded, multiplies_bfloat16
 from klear_core.config.stage import PromoteJob
 from klear_core.config.submit import SubmitConfig, in_seconds
-from klear_core.distill.teachers.fleet import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.evaluate.stats.intervals import least_half_width
 from klear_core.native import BFLOAT16_MACRO, compiler_defines
@@ -58,6 +58,9 @@ from klear_core.pipeline.preflight.model_checks import (
     slow_products,
     token_problems,
 )
+
+if TYPE_CHECKING:
+    from klear_core.distill.teachers.fleet import BlockKeys
 
 _LOOK_S = 20.0
 """Seconds between two looks at a cluster whose nodes are missing; each joins it."""
@@ -194,6 +197,8 @@ def _endpoint_problems(work: PendingWork) -> Iterator[str]:
             yield f"{key}.api_key_env = {name!r}: this environment variable is not set"
         blocks = [endpoint.api_key_block for endpoint in endpoints if endpoint.api_key_block]
         unmade = [name for name in blocks if work.keys is not None and name not in work.keys]
+        from klear_core.distill.teachers.fleet import MAKE_BLOCK, NO_KEYS
+
         for name in unmade:
             yield f"{key}.api_key_block = {name!r}: Prefect has no such block; {MAKE_BLOCK}"
         # A request to an endpoint needs its key.

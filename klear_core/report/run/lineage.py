@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,8 +17,10 @@ from klear_core.config.data_jobs import BenchmarksJob, GivenProblemsJob, GivenTr
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import BaseJob
 from klear_core.errors import ArtifactError
-from klear_core.report.run.facts import StageFacts
 from klear_core.train.base_model import pointed_folder
+
+if TYPE_CHECKING:
+    from klear_core.report.run.facts import StageFacts
 
 NOT_STATED = "not stated"
 NO_LICENCE_NEEDED = "none needed"

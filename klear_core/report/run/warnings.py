@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -21,8 +21,10 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings
 from klear_core.config.train import GivenModelFacts, HubModelConfig, PublishedModel
 from klear_core.errors import ArtifactError
-from klear_core.report.run.facts import Facts, MissingStage, ModelFacts, StageFacts
 from klear_core.report.run.lineage import Ancestor, ancestors, pointed_artifact
+
+if TYPE_CHECKING:
+    from klear_core.report.run.facts import Facts, MissingStage, ModelFacts, StageFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
