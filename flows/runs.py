@@ -30,7 +30,6 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import ReportJob
 from klear_core.errors import ArtifactError, ConfigError, reporting
 from klear_core.scores import Range, duration, interval_text, percent
-from tasks.run_record import record_of_report
 
 _MAX_DIFFERENT = 4
 """Most settings in the name of a run."""
@@ -105,6 +104,8 @@ def list_runs(root: Path, *, store: str | None = None) -> list[ShownRun]:
 
 def _adopted(history: RunHistory, report: Path) -> RunRecord:
     """Write the record of a run that has none, so that its report is read once."""
+    from tasks.run_record import record_of_report  # with it all that a run imports, which most lists do not need
+
     record = record_of_report(report)
     with reporting("the run of an earlier version has no record"):
         history.folder(record.run_id).mkdir(parents=True, exist_ok=True)
