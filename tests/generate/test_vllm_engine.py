@@ -30,6 +30,8 @@ LONG = tuple(65 + (i * i) % 97 for i in range(354))
 """Longer than two blocks of vLLM's CPU prefix cache (128 tokens each): what is stale shows only there."""
 TOLERANCE = 5e-5
 """Nats, float32, between vLLM's CPU kernels and transformers' forward; seen: 1e-5 to 2e-5."""
+SILENT_AFTER_S = 60.0
+"""Seconds after which an engine counts as one that hangs; a healthy one has answered by then on a busy machine, too."""
 CPU_RUNTIME = VllmRuntime(enforce_eager=True, kv_cache_mb=64, max_num_seqs=32)
 T = TypeVar("T")
 
@@ -69,7 +71,7 @@ def logp_error(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Com
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """An engine and the loop it lives on."""
+    """An engine for several tests, because vLLM takes half a minute of CPU to start, and the loop it lives on."""
 
     engine: VllmEngine
     loop: asyncio.Runner
@@ -84,12 +86,43 @@ class Running:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = write_folder(tmp_path_factory.mktemp("model"), model_of(0, is_tied=request.param))
+    """Started with a model as the stage before RL leaves it, in bfloat16; tied, neither that nor a learner has the head."""
+    source = write_folder(tmp_path_factory.mktemp("source"), model_of(0, is_tied=request.param))
+    build_byte_tokenizer().save_pretrained(source)  # to be trained a model needs a chat template
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    export_model(full_weights(Policy(model_of(0, is_tied=request.param)), dtype="bfloat16"), source, folder)
     with asyncio.Runner() as loop:
         cfg = VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME)
-        engine = loop.run(VllmEngine.start(cfg, folder, num_threads=1, seed=2**62))
+        engine = loop.run(VllmEngine.start(cfg, folder, num_threads=1, seed=2**62, silence_s=SILENT_AFTER_S))
         yield Running(engine=engine, loop=loop, is_tied=request.param)
         loop.run(engine.close())
+
+
+@needs_vllm
+def test_a_trained_model_starts_as_it_was_exported_and_takes_what_its_learner_offers(running: Running) -> None:
+    """The first test of the engine, for it asks for the weights that the engine was started with."""
+    policies = {version: Policy(model_of(version, is_tied=running.is_tied)) for version in (0, 9)}
+    server = WeightServer("127.0.0.1", timeout_s=600)
+
+    async def update(engine: VllmEngine, policy: Policy) -> None:
+        specs = [TensorSpec(name=name, dtype="bfloat16", shape=shape) for name, shape in weight_shapes(policy).items()]
+        offer = server.offer(specs, version=9, backend="gloo", num_ranks=1, chunk_bytes=1 << 16)
+        sending = asyncio.create_task(asyncio.to_thread(server.send, offer, each_weight(policy, dtype="bfloat16"), [0]))
+        await engine.load_weights(offer, version=9)
+        assert await sending == []
+
+    async def body(engine: VllmEngine) -> None:
+        for version, policy in policies.items():
+            if version > 0:
+                await update(engine, policy)
+            assert engine.version == version
+            with torch.no_grad():
+                for weight in policy.parameters():
+                    weight.copy_(weight.to(torch.bfloat16))
+            for completion in await engine.generate(LONG, params()):
+                assert logp_error(policy.hf, LONG, completion, 0.8) < TOLERANCE
+
+    running.run(body)
 
 
 @needs_vllm
@@ -179,20 +212,17 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes(running: Ru
 
 @needs_vllm
 def test_requests_of_a_process_that_hangs_fail_as_weights_for_a_dead_one_do_and_nothing_of_it_stays(
-    tmp_path: Path,
+    running: Running, tmp_path: Path
 ) -> None:
-    folder = write_folder(tmp_path / "model", model_of(0, is_tied=True))
-    before = psutil.Process().children(recursive=True)  # of the engine that other tests use
+    """The last test of the engine, for it ends its processes."""
+    processes = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM")]
+    folder = write_folder(tmp_path / "model", model_of(0, is_tied=running.is_tied))
 
-    async def main() -> list[psutil.Process]:
-        cfg = VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME)
-        engine = await VllmEngine.start(cfg, folder, num_threads=1, seed=0, silence_s=20)
+    async def body(engine: VllmEngine) -> None:
         await engine.generate(SHORT, params())
-        started = set(psutil.Process().children(recursive=True)) - set(before)
-        processes = [process for process in started if process.name().startswith("VLLM")]
         for process in processes:
             process.suspend()
-        with pytest.raises(ResourceError, match=r"^the vLLM engine gave no sign of life for 20 s"):
+        with pytest.raises(ResourceError, match=rf"^the vLLM engine gave no sign of life for {SILENT_AFTER_S:g} s"):
             await engine.generate(SHORT, params())
         for process in processes:
             process.kill()
@@ -200,45 +230,11 @@ def test_requests_of_a_process_that_hangs_fail_as_weights_for_a_dead_one_do_and_
         with pytest.raises(ResourceError, match=r"(?s)could not load the weights of version 1 .*its log ends with\n"):
             await engine.load_weights(folder, version=1)
         await engine.close()
-        return processes
 
-    processes = asyncio.run(main())
     assert processes
+    running.run(body)
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
-
-
-@needs_vllm
-def test_a_trained_model_starts_as_it_was_exported_and_takes_what_its_learner_offers(tmp_path: Path) -> None:
-    """Tied and in bfloat16, as the stage before RL leaves it: nobody asks for the head that neither side has."""
-    source = write_folder(tmp_path / "source", model_of(0, is_tied=True))
-    build_byte_tokenizer().save_pretrained(source)  # to be trained a model needs a chat template
-    policies = {version: Policy(model_of(version, is_tied=True)) for version in (1, 2)}
-    export_model(full_weights(policies[1], dtype="bfloat16"), source, tmp_path / "model")
-    server = WeightServer("127.0.0.1", timeout_s=600)
-
-    async def update(engine: VllmEngine, policy: Policy) -> None:
-        specs = [TensorSpec(name=name, dtype="bfloat16", shape=shape) for name, shape in weight_shapes(policy).items()]
-        offer = server.offer(specs, version=2, backend="gloo", num_ranks=1, chunk_bytes=1 << 16)
-        sending = asyncio.create_task(asyncio.to_thread(server.send, offer, each_weight(policy, dtype="bfloat16"), [0]))
-        await engine.load_weights(offer, version=2)
-        assert await sending == []
-
-    async def main() -> None:
-        engine = await VllmEngine.start(
-            VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME), tmp_path / "model", num_threads=1, seed=0
-        )
-        for version, policy in policies.items():
-            if version > 1:
-                await update(engine, policy)
-            with torch.no_grad():
-                for weight in policy.parameters():
-                    weight.copy_(weight.to(torch.bfloat16))
-            for completion in await engine.generate(LONG, params()):
-                assert logp_error(policy.hf, LONG, completion, 0.8) < TOLERANCE
-        await engine.close()
-
-    asyncio.run(main())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,14 +281,6 @@ def sockets() -> set[Path]:
 def test_yarn_computes_what_transformers_yarn_computes(ended: Ended) -> None:
     assert max(logp_error(ended.stretched, ended.prompt, c, 0.8) for c in ended.completions) < TOLERANCE
     assert max(logp_error(ended.model, ended.prompt, c, 0.8) for c in ended.completions) > 0.1
-
-
-@needs_vllm
-def test_an_engine_that_does_not_start_is_an_error_that_names_the_model(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "long", build_model(hidden_size=64, head_dim=32, max_len=1 << 16))
-    runtime = VllmRuntime(kv_cache_mb=1)  # one answer of 65,536 tokens needs 32
-    with pytest.raises(ResourceError, match=rf"vLLM did not start with {folder}"):
-        asyncio.run(VllmEngine.start(VllmEngineConfig(runtime=runtime), folder, num_threads=1, seed=0))
 
 
 @needs_vllm
@@ -379,12 +367,14 @@ def test_arguments_of_vllm_are_passed_on_and_those_that_are_ours_refused(tmp_pat
 
 @needs_vllm
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_engine_that_does_not_start_says_what_its_process_said_last(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_start_names_the_model_and_says_what_its_process_said_last(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, model_of(0, is_tied=True))
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     cfg = VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME)
-    with pytest.raises(ResourceError, match=r"(?s)vLLM did not start.*its log ends with\n.*[Ss]afetensor"):
+    with pytest.raises(
+        ResourceError, match=rf"(?s)vLLM did not start with {folder} .*its log ends with\n.*[Ss]afetensor"
+    ):
         asyncio.run(VllmEngine.start(cfg, folder, num_threads=1, seed=0))
 
 
