@@ -58,7 +58,7 @@ def test_garbage_is_collected_again_and_again_under_a_run_which_loses_nothing(ru
     num_under_it = 0
     while command.process.poll() is None:
         num_under_it += "is running" in klear(*collect)
-        time.sleep(2.0)  # a collection is a process, on the cores that the run needs
+        time.sleep(6.0)  # a collection is a process, on the cores that the run needs
     assert command.wait() == 0, command.output
     assert num_under_it >= 1
     assert [line for line in command.output.splitlines() if "✓" in line and any(k in line for k in BEFORE_SFT)] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import subprocess
@@ -16,10 +15,7 @@ import pytest
 from klear_command import ROOT, Command, start
 from loopback import free_port
 
-from klear_core.artifacts.manifest import read_manifest
-from klear_core.artifacts.records import read_shards
 from klear_core.artifacts.store import LocalStore
-from klear_core.types import Dropped
 
 SMOKE = ROOT / "configs" / "smoke"
 
@@ -144,23 +140,6 @@ def run(root: Path, *overrides: str, until: str, log: Path) -> Command:
 
 
 SMALL = 'curate.sources=[{kind="procedural", split="train", modulus=6, num_operations=[2, 3], num_problems=96}]'
-
-
-@pytest.mark.slow
-def test_a_broken_row_in_the_middle_of_a_source_is_dropped_by_name_and_the_others_are_used(
-    fresh: Path, tmp_path: Path, commands: list[Command]
-):
-    rows = [
-        json.dumps({"question": f"What is {n} + {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"}) for n in range(40)
-    ]
-    source = tmp_path / "rows.jsonl"
-    source.write_text("\n".join([*rows[:20], '{"question": "What is', *rows[20:]]) + "\n")
-    commands.append(run(fresh, f'curate.sources=["{source}"]', until="curate", log=tmp_path / "log"))
-    assert commands[0].wait() == 0, commands[0].output
-    assert "rows 41, problems 40" in commands[0].output
-    (folder,) = LocalStore(fresh / "artifacts").folders("curate")
-    assert read_manifest(folder).ledger[0].dropped == {"not_json": 1}
-    assert [d.problem_id for d in read_shards(folder / "dropped", Dropped)] == [f"{source}:21"]
 
 
 @pytest.mark.slow
