@@ -1,7 +1,6 @@
 import json
 import re
 import tomllib
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -109,9 +108,9 @@ def test_other_numbers_another_answer_or_another_task_are_another_problem():
     assert same != content_of("chain_sum", "What is 36 + 19?", "55")
 
 
-def assert_disjoint(task: str, num_problems: int, read: Callable[..., list[Candidate]] = candidates) -> None:
-    heldout = read(task, num_problems, name="a", split="heldout", seed=1)
-    training = read(task, num_problems, name="b", seed=2)
+def assert_disjoint(task: str, num_problems: int) -> None:
+    heldout = candidates(task, num_problems, name="a", split="heldout", seed=1)
+    training = candidates(task, num_problems, name="b", seed=2)
     for how in (
         lambda c: c.question,
         lambda c: content_of(task, c.question, value_of(c)["answer"]),
@@ -233,10 +232,10 @@ BROKEN_LEVELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [*gym.tasks()[::8], *SHARED_METADATA])  # each takes seconds in processes of its own
+@pytest.mark.parametrize("task", [*gym.tasks()[::8], *SHARED_METADATA])
 def test_tasks_give_problems_that_its_scorer_accepts_in_two_disjoint_splits(task):
     num_problems = 2 if task in SLOW_TASKS else 12
-    assert_disjoint(task, num_problems, read_candidates)
+    assert_disjoint(task, num_problems)
 
 
 @pytest.mark.slow
