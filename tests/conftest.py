@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -31,6 +32,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "slow" or not collection_path.match("test_*.py"):
         return None
     return True if _HAS_SLOW_TESTS.search(collection_path.read_text()) is None else None
+
+
+def pytest_collection_finish() -> None:
+    freeze_what_is_imported()
+
+
+def freeze_what_is_imported() -> None:
+    """Leave all that is there out of later garbage collections: each stage ends with one, which looked at every module again."""
+    gc.collect()
+    gc.freeze()
 
 
 MAKE_DATABASE = """
@@ -68,6 +79,7 @@ def mlflow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("mlflow")
     ensure_database(folder / "mlflow.db")
+    freeze_what_is_imported()  # MLflow and SQLAlchemy
     return folder
 
 
