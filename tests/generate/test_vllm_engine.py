@@ -30,7 +30,7 @@ LONG = tuple(65 + (i * i) % 97 for i in range(354))
 """Longer than two blocks of vLLM's CPU prefix cache (128 tokens each): what is stale shows only there."""
 TOLERANCE = 5e-5
 """Nats, float32, between vLLM's CPU kernels and transformers' forward; seen: 1e-5 to 2e-5."""
-SILENT_AFTER_S = 60.0
+SILENT_AFTER_S = 120.0
 """Seconds after which an engine counts as one that hangs; a healthy one has answered by then on a busy machine, too."""
 CPU_RUNTIME = VllmRuntime(enforce_eager=True, kv_cache_mb=64, max_num_seqs=32)
 T = TypeVar("T")

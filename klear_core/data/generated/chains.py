@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle, islice
 from random import Random
 from typing import Literal, assert_never
@@ -102,6 +103,7 @@ def apply_step(value: int, step: ChainStep, modulus: int) -> int:
             assert_never(step.operator)
 
 
+@cache
 def all_steps(modulus: int) -> tuple[ChainStep, ...]:
     """Return all steps that a problem may contain, without those that keep (+0, -0, *1) or erase (*0) the value."""
     moves: dict[Operator, range] = {"+": range(1, modulus), "-": range(1, modulus), "*": range(2, modulus)}
@@ -122,6 +124,7 @@ def chain_shares(cfg: ProceduralSource) -> dict[int, Share]:
     return {level: _share(cfg, level, n) for level, n in problems_by_level(levels, cfg.num_problems).items()}
 
 
+@cache  # it counts the problems of small levels, and a run asks several times
 def _share(cfg: ProceduralSource, level: int, num_problems: int) -> Share:
     """Return the problems of one level; raise ConfigError if there are fewer than wanted."""
     share = Share(
