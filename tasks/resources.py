@@ -107,7 +107,7 @@ def store_bytes(weights: int, *, shm_free: int) -> int:
 
 
 @contextmanager
-def learner_ranks(runtime: TrainRuntime, model: Path) -> Iterator[RunRanks]:
+def learner_ranks(runtime: TrainRuntime, model: Path) -> Iterator[RunRanks[Any]]:
     """Yield the function that runs a stage's learner ranks: on Ray, except a single rank on CPU, in this process.
 
     Raise ResourceError if `device = "auto"` would put a model that is too large for it on a CPU.

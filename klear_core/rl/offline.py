@@ -54,7 +54,7 @@ def train_offline(
     workdir: Path,
     seed: int = 0,
     telemetry: Telemetry = SILENT,
-    run_ranks: RunRanks = run_here,
+    run_ranks: RunRanks[tuple[StageSummary, tuple[FileRecord, ...]]] = run_here,
 ) -> StageSummary:
     """Train `model` on the rows in the folders `scored` of the artifacts `rows`; write `workdir/model`."""
     remote = None if run_ranks is run_here else remote_paths_of(workdir)

@@ -72,7 +72,7 @@ class Replayed:
     """Largest relative difference of a metric of the run's loss from the logged one; 0 if all are equal to the bit."""
 
 
-def replay(job: Replay, run_ranks: RunRanks = run_here) -> Replayed:
+def replay(job: Replay, run_ranks: RunRanks[Replayed] = run_here) -> Replayed:
     """Train the step once with the run's loss and once with each of the others, on as many ranks as the settings say.
 
     `run_ranks` runs the ranks; the default is one rank in this process. Raise ArtifactError if the step is not saved.

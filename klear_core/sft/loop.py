@@ -90,7 +90,7 @@ def train_sft(
     workdir: Path,
     seed: int = 0,
     telemetry: Telemetry = SILENT,
-    run_ranks: RunRanks = run_here,
+    run_ranks: RunRanks[tuple[StageSummary, tuple[FileRecord, ...]]] = run_here,
     open_scorer: OpenScorer = no_scorer,
 ) -> StageSummary:
     """Train `model` on `traces/traces/*.parquet` and write `workdir/model`, a Hugging Face folder in `cfg.dtype`.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -438,16 +438,12 @@ Body = Callable[[World, Telemetry], R]
 """The work of one rank; all ranks make the same collective calls in the same order."""
 
 
-class RunRanks(Protocol):
-    """Run `body` on every rank and return rank 0's result; its telemetry and log records come to this process.
+RunRanks = Callable[[Body[R], TrainRuntime, Telemetry], R]
+"""Runs `body` on every rank and returns rank 0's result; its telemetry and log records come to this process.
 
-    `body` and its result must be picklable, and `body` must go on from its own checkpoint: it runs again if a rank
-    dies.
-    """
-
-    def __call__(self, body: Body[R], runtime: TrainRuntime, telemetry: Telemetry) -> R:
-        """Raise a rank's exception as it is, TrainingError if ranks die more often than `runtime.max_restarts`."""
-        ...
+`body` and its result must be picklable, and `body` must go on from its own checkpoint: it runs again if a rank dies.
+Raises a rank's exception as it is, TrainingError if ranks die more often than `runtime.max_restarts`.
+"""
 
 
 def run_here(body: Body[R], runtime: TrainRuntime, telemetry: Telemetry) -> R:
