@@ -28,7 +28,7 @@ judged answer, because the prompt is too long or no answer could be judged."""
 
 POOLS: tuple[Pool, ...] = ("new", "mixed", "easy", "hard", "unusable")
 POOL_UNIT = "pool"
-"""Unit under which `DropCounts` counts the drawn prompts by pool."""
+"""Unit under which `ReasonCounts` counts the drawn prompts by pool."""
 
 _SEEN, _DRAWN = "seen/", "drawn/"
 """Prefixes of keys in checkpoints. A new name would make a killed run forget when it resumes."""
