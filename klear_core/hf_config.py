@@ -29,7 +29,7 @@ class HfConfig(BaseModel):
     hidden_size: int = Field(ge=1)
     intermediate_size: int
     num_hidden_layers: int = Field(ge=1)
-    num_nextn_predict_layers: int = 0
+    num_nextn_predict_layers: int | None = None
     """Further layers of the weights, which predict tokens after the next."""
     num_attention_heads: int = Field(ge=1)
     max_position_embeddings: int

@@ -161,7 +161,7 @@ def _check_sizes(folder: Path, shapes: Mapping[str, list[int]]) -> None:
         )
     # transformers would leave out further layers without a word.
     numbers = {int(name.split(".")[2]) for name in shapes if name.startswith("model.layers.")}
-    num_layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    num_layers = config.num_hidden_layers + (config.num_nextn_predict_layers or 0)
     if numbers and max(numbers) >= num_layers:
         raise ConfigError(
             f"{folder}: config.json has {num_layers} layers, but its weights have {max(numbers) + 1}; is it the config of "

@@ -129,6 +129,18 @@ def test_weights_of_another_size_are_refused_before_a_run(tmp_path, tiny, stated
             use(HfModelConfig(path=str(folder)))
 
 
+@pytest.mark.parametrize(("stated", "num_layers"), [(None, 0), (0, 0), (1, 1)])
+def test_layers_that_predict_later_tokens_belong_to_the_model(tmp_path, tiny, stated, num_layers):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": stated}))
+    tensors = load_file(folder / "model.safetensors")
+    for i in range(config["num_hidden_layers"], config["num_hidden_layers"] + num_layers):
+        tensors[f"model.layers.{i}.eh_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    check_model(HfModelConfig(path=str(folder)), is_trained=False)
+
+
 @pytest.mark.parametrize(
     ("add", "told"),
     [
