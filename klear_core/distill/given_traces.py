@@ -67,7 +67,7 @@ def take_traces(
     write_shard(workdir / "dropped" / "00000.parquet", taken.dropped)
     write_leaks(workdir, taken.leaks, rows_per_shard=_LEAKS_PER_SHARD)
     telemetry.progress(len(sources), len(sources), "done")
-    return taken.summary(floors, num_protected=len(decontaminator.protected))
+    return taken.summary(floors, num_protected=decontaminator.num_protected)
 
 
 @dataclass(slots=True)

@@ -70,10 +70,10 @@ class Decontaminator:
 
     def __init__(self, cfg: DecontaminateConfig, protected: Iterable[Protected]) -> None:
         self._cfg = cfg
-        self.protected = tuple(protected)
-        """The questions that are kept out of training."""
-        tokens = [tokens_of(question.question) for question in self.protected]
-        for question, its_tokens in zip(self.protected, tokens, strict=True):
+        # A killed curation goes on with the pickle of this object, also by a later version: attributes keep their names.
+        self._protected = tuple(protected)
+        tokens = [tokens_of(question.question) for question in self._protected]
+        for question, its_tokens in zip(self._protected, tokens, strict=True):
             _check_recognisable(question, its_tokens)
         words = [_words(t) for t in tokens]
         self._words = GramIndex(words, length=cfg.ngram, max_questions=cfg.max_questions_per_gram)
@@ -96,14 +96,19 @@ class Decontaminator:
 
         They are matched in full, signs included: `3 + 4` is not `3 - 4`.
         """
-        for index in range(len(self.protected)):
+        for index in range(len(self._protected)):
             if not self._words.num_grams[index]:
                 self._short_questions.setdefault(tokens[index][0], []).append((tokens[index], index))
-        self._with_contest_id = {p.contest_id: i for i, p in enumerate(self.protected) if p.contest_id}
+        self._with_contest_id = {p.contest_id: i for i, p in enumerate(self._protected) if p.contest_id}
+
+    @property
+    def num_protected(self) -> int:
+        """Return the number of questions that are kept out of training."""
+        return len(self._protected)
 
     def leaks_in(self, candidates: Sequence[Candidate], tokens: Sequence[Sequence[str]]) -> list[Leak | None]:
         """Return for each candidate, given with its tokens, the same as `leak_of`, faster for many at once."""
-        if not self.protected:
+        if not self._protected:
             return [None] * len(candidates)
         may_overlap = self._filter.may_overlap(tokens).tolist()
         leaks: list[Leak | None] = []
@@ -122,7 +127,7 @@ class Decontaminator:
             return None
         dropping = [rule for rule in hits if rule in self._cfg.rules]
         hit = hits[dropping[0] if dropping else next(iter(hits))]
-        near = self.protected[hit.index]
+        near = self._protected[hit.index]
         return Leak(
             problem_id=candidate.problem_id,
             source=candidate.source,

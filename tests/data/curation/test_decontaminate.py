@@ -268,3 +268,9 @@ def test_no_encoding_hides_a_benchmark_question_from_either_rule(encoding, rule)
     guard = protect(question, cfg=DecontaminateConfig(rules=(rule,)))
     assert guard.leak_in(prompt(ENCODINGS[encoding](question))) is not None
     assert protect(ENCODINGS[encoding](question), cfg=DecontaminateConfig(rules=(rule,))).leak_in(prompt(question))
+
+
+def test_a_killed_curation_can_go_on_with_the_indexes_that_an_earlier_version_pickled():
+    """Attributes that are renamed are missing in them: the stage would fail at each attempt."""
+    pickled = "_cfg _filter _near_shared _protected _shingles _short_questions _with_contest_id _words common_phrases"
+    assert sorted(vars(Decontaminator(DecontaminateConfig(), []))) == pickled.split()
