@@ -58,6 +58,12 @@ def test_a_long_sum_is_added_to_a_total(sizes: tuple[int, int, int]) -> None:
     assert is_exact(total, 1e3 + a.double() @ b.double())
 
 
+@pytest.mark.parametrize("sizes", [(0, 5, 3), (4, 0, 3), (4, 5, 0)], ids=str)
+def test_empty_products_are_zero(sizes: tuple[int, int, int]) -> None:
+    rows, terms, columns = sizes
+    assert torch.equal(product(None, drawn(rows, terms), drawn(terms, columns)), torch.zeros(rows, columns))
+
+
 def test_inputs_are_rounded_to_nearest_with_ties_to_even() -> None:
     # bfloat16 has steps of 2^-7 at 1: half a step goes to the even neighbour, more goes up.
     x = torch.tensor([[1 + 2**-8], [1 + 3 * 2**-8], [1 + 2**-8 + 2**-20], [-1 - 2**-8]])
