@@ -230,7 +230,9 @@ def test_a_teacher_may_be_a_mixture_of_experts_which_a_student_may_not(tmp_path:
     """Nobody trains a teacher: Qwen3-30B-A3B is that of configs/klear_8b_opd."""
     prepare_base(PipelineConfig().model, seed=0, workdir=tmp_path, telemetry=NullTelemetry())
     folder = tmp_path / "model"
-    AutoConfig.for_model("qwen3_moe").save_pretrained(folder)
+    own = AutoConfig.from_pretrained(folder)  # the weights are of its sizes
+    sizes = {"vocab_size": own.vocab_size, "hidden_size": own.hidden_size, "num_hidden_layers": own.num_hidden_layers}
+    AutoConfig.for_model("qwen3_moe", **sizes).save_pretrained(folder)
     model = {"path": str(folder)}
     scored = {"teacher": {"source": {"kind": "given", "model": model}, "engine": {"kind": "vllm"}}, "then_rl": False}
     student = {"given": {"sft": {"path": str(folder)}}}
