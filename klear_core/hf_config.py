@@ -259,8 +259,9 @@ def check_architecture(folder: Path, *, is_trained: bool = True) -> None:
     raw = _read_raw(path)
     if is_trained and isinstance(raw, dict) and (experts := _experts_within(raw)) > 1:
         raise ConfigError(
-            f"{path}: {raw.get('model_type')} is a mixture of {experts} experts; Klear trains dense models only, because "
-            "engines and learner would choose other experts for the same token, and nothing replays the engine's choice"
+            f"{path}: {raw.get('model_type')} is a mixture of {experts} experts; Klear trains dense models only, "
+            "because engines and learner would choose other experts for the same token, and nothing replays the "
+            "engine's choice"
         )
     config = read_hf_config(folder)
     base = (config.rope_parameters or {}).get("rope_theta")

@@ -46,7 +46,7 @@ def instructions() -> str:
 
 
 def product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32, or add it to the float32 `total` in place. Operands of float32 are rounded to bfloat16."""
+    """Return a @ b in float32, or add it to the float32 `total` in place; float32 operands are rounded to bfloat16."""
     (rows, terms), columns = a.shape, b.shape[1]
     if 0 in (rows, terms, columns):  # nothing to add
         return a.new_zeros(rows, columns, dtype=torch.float32) if total is None else total

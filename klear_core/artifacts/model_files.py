@@ -156,16 +156,16 @@ def _check_sizes(folder: Path, shapes: Mapping[str, list[int]]) -> None:
     found = shapes.get("model.embed_tokens.weight", stated)
     if found != stated:
         raise ConfigError(
-            f"{folder}: config.json has vocab_size = {stated[0]} and hidden_size = {stated[1]}, but the embedding of its "
-            f"weights is {' x '.join(map(str, found))}; is it the config of another model?"
+            f"{folder}: config.json has vocab_size = {stated[0]} and hidden_size = {stated[1]}, but the embedding of "
+            f"its weights is {' x '.join(map(str, found))}; is it the config of another model?"
         )
     # transformers would leave out further layers without a word.
     numbers = {int(name.split(".")[2]) for name in shapes if name.startswith("model.layers.")}
     num_layers = config.num_hidden_layers + (config.num_nextn_predict_layers or 0)
     if numbers and max(numbers) >= num_layers:
         raise ConfigError(
-            f"{folder}: config.json has {num_layers} layers, but its weights have {max(numbers) + 1}; is it the config of "
-            "another model?"
+            f"{folder}: config.json has {num_layers} layers, but its weights have {max(numbers) + 1}; is it the config "
+            "of another model?"
         )
 
 

@@ -420,7 +420,7 @@ def artifact_id(job: Job, inputs: Mapping[str, ArtifactId], workspace: Workspace
 
 
 def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> tuple[InputRecord, ...]:
-    """Return all inputs by role: artifacts, sorted by role, then local files and Hub repositories that the job names."""
+    """Return all inputs by role: artifacts, sorted by role, then local files and repositories that the job names."""
     cache = workspace_root(workspace) / "file_hashes.json"
     # The order of inputs is part of a fingerprint, and their roles are not: sorted, it follows from the roles alone.
     artifacts = [InputRecord(kind=i.kind, fingerprint=i.fingerprint, role=role) for role, i in sorted(inputs.items())]

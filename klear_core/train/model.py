@@ -128,8 +128,8 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     )
     for name, in_file, in_model in sorted(found["mismatched_keys"]):
         raise ConfigError(
-            f"{folder}: {name} is {list(in_file)} in the weights, but {list(in_model)} by config.json; is it the config "
-            "of another model?"
+            f"{folder}: {name} is {list(in_file)} in the weights, but {list(in_model)} by config.json; is it the "
+            "config of another model?"
         )
     missing = sorted(found["missing_keys"])
     if missing:  # transformers draws them at random, and only logs it

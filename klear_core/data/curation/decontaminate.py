@@ -70,7 +70,7 @@ class Decontaminator:
 
     def __init__(self, cfg: DecontaminateConfig, protected: Iterable[Protected]) -> None:
         self._cfg = cfg
-        # A killed curation goes on with the pickle of this object, also by a later version: attributes keep their names.
+        # A killed curation uses the pickle of this object, also in a later version: attributes keep their names.
         self._protected = tuple(protected)
         tokens = [tokens_of(question.question) for question in self._protected]
         for question, its_tokens in zip(self._protected, tokens, strict=True):
