@@ -1,5 +1,10 @@
 """One rank in bf16 keeps what it computes with from forward to backward pass, and never longer than the weights that it was made from."""
 
+import ctypes
+import subprocess
+import sys
+
+import pytest
 import torch
 from tiny_models import ONE, packed, random_rows, tiny_folder
 
@@ -63,3 +68,29 @@ def test_kept_layers_are_not_computed_again_and_change_no_update(tmp_path):
     kept, runs, _ = updated(num_layers - 1)
     assert sorted(runs) == sorted([0, *range(num_layers)])  # the first layer alone runs twice
     assert all(torch.equal(every[name], kept[name]) for name in every)
+
+
+KEEPS = """
+import resource, sys
+import torch
+from klear_core.train.distributed import keep_freed_memory
+
+if sys.argv[1] == "keeps":
+    keep_freed_memory()
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)  # 64 MiB: 16,384 pages
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(min(touch() for _ in range(6)))  # by where the heap begins, the second may not fit in the first one's place
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no such setting")
+def test_a_process_that_trains_uses_the_pages_again_that_it_has_freed():
+    faults = {
+        how: int(subprocess.run([sys.executable, "-c", KEEPS, how], check=True, capture_output=True, text=True).stdout)
+        for how in ("keeps", "as it was")
+    }
+    if faults["as it was"] < 2000:
+        pytest.skip("this system gives pages of 2 MiB without being asked")
+    assert faults["keeps"] < 2000

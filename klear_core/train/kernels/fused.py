@@ -198,14 +198,9 @@ def _project(x: Tensor, *projections: nn.Linear) -> Tensor:
     One wide product is faster than narrow ones, and its gradient for x needs no sum. A layer with a LoRA adapter is
     more than its weight, so it is called.
     """
-    if half_linear.are_halved(projections):
-        return half_linear.linear(x, *projections)
-    if any(type(p) is not nn.Linear for p in projections):
+    if any(type(p) not in half_linear.LAYERS for p in projections):
         return torch.cat([p(x) for p in projections], dim=-1)
-    biases = [p.bias for p in projections]
-    return F.linear(
-        x, torch.cat([p.weight for p in projections]), None if biases[0] is None else torch.cat(list(biases))
-    )
+    return half_linear.linear(x, *projections)
 
 
 def _fits(x: Tensor, weight: Tensor, head_dim: int | None = None) -> bool:

@@ -34,19 +34,23 @@ class _HalfLinear(nn.Linear):
         return linear(x, self)
 
 
-def are_halved(layers: Sequence[nn.Module]) -> bool:
-    """Return whether all are plain linear layers that multiply in bfloat16, without adapters."""
-    return all(type(layer) is _HalfLinear for layer in layers)
+LAYERS = (nn.Linear, _HalfLinear)
+"""Classes of layers that are nothing but their weight and bias."""
 
 
 def linear(x: Tensor, *layers: nn.Linear) -> Tensor:
-    """Return the float32 outputs of all layers side by side, as one product."""
-    run, weights = registry.in_use(PRODUCTS), [layer.weight for layer in layers]
-    bias_O = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    """Return the outputs of layers of one of `LAYERS` side by side, as one product."""
+    weights = [layer.weight for layer in layers]
+    bias_O = None if layers[0].bias is None else _side_by_side([layer.bias for layer in layers])
+    run = registry.in_use(PRODUCTS) if type(layers[0]) is _HalfLinear else None
     if run is None or not products.instructions():
-        return F.linear(x, torch.cat(weights), bias_O)
+        return F.linear(x, _side_by_side(weights), bias_O)
     y = _HalfProducts.apply(x, run, *weights)  # type: ignore[no-untyped-call]
     return y if bias_O is None else y + bias_O  # type: ignore[no-any-return]
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 class _HalfProducts(Function):

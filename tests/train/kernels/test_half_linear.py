@@ -11,6 +11,7 @@ from klear_core.sft.loop import sft_heads
 from klear_core.train.distributed import parallelise
 from klear_core.train.kernels import registry
 from klear_core.train.kernels.half_linear import PRODUCTS, halve_products, linear
+from klear_core.train.logps import fused_loss
 from klear_core.train.model import load_model
 from klear_core.train.step import Updater
 
@@ -29,6 +30,7 @@ def test_outputs_and_gradients_lose_what_bfloat16_inputs_lose_and_are_float32():
     with torch.no_grad():
         for layer, weight, bias in zip(layers, w.split([30, 40]), b.split([30, 40]), strict=True):
             layer.weight.copy_(weight), layer.bias.copy_(bias)
+    halve_products(nn.ModuleList(layers))
     leaves = [x.clone().requires_grad_(), *(p for layer in layers for p in layer.parameters())]
     exact = [t.detach().double().requires_grad_() for t in leaves]
     y = linear(leaves[0], *layers)
@@ -49,6 +51,17 @@ def test_a_path_that_failed_its_trial_leaves_the_layer_in_float32():
     with registry.replaced({}):
         registry.leave_out(PRODUCTS, "wrong")
         assert torch.equal(layer(x), plain)
+
+
+def test_the_gradient_of_a_float32_head_is_not_rounded():
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(40, 24, generator=g).bfloat16(), torch.randn(300, 24, generator=g)
+    target = torch.randint(0, 300, (40,), generator=g)
+    leaf, exact = weight.clone().requires_grad_(), weight.double().requires_grad_()
+    fused_loss(hidden, leaf, target, lambda logp, _entropy, _at: -logp).loss.backward()
+    nn.functional.cross_entropy(hidden.double() @ exact.T, target, reduction="sum").backward()
+    assert relative(leaf.grad, exact.grad) < 4e-3
+    assert not torch.equal(leaf.grad, leaf.grad.bfloat16().float())
 
 
 def losses(folder, dtype):
